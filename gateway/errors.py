@@ -1,0 +1,110 @@
+"""Every error that kvway answers itself, as one small tree::
+
+    GatewayError
+    ├── BadRequest            400  the request cannot be understood
+    │   ├── TooLarge          413  a configured limit was exceeded; the message names it
+    │   └── UnknownModel      404
+    ├── Unauthorized          401
+    ├── Saturated             429  with Retry-After
+    ├── NoWorker              503  with Retry-After
+    └── UpstreamError         502  the worker failed before its first byte
+        └── UpstreamTimeout   504
+    ConfigError               —    start-up only: printed as one message, exit code 2
+
+Errors that a worker answers are not in here: they pass through byte for byte.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class GatewayError(Exception):
+    """An error with an HTTP status and an OpenAI-shaped body.
+
+    Args:
+        message: what was wrong, where, and what to do.
+        param: the field of the request it is about, where there is one.
+        retry_after_s: seconds for a ``Retry-After`` header.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "internal_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """Return the OpenAI error object as JSON."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class BadRequest(GatewayError):
+    """400: the request itself is wrong; sending it again will not help."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class TooLarge(BadRequest):
+    """413: a limit on size was exceeded."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class UnknownModel(BadRequest):
+    """404: no worker serves this model."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class Unauthorized(GatewayError):
+    """401: a key is required, or the one given is not valid."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Saturated(GatewayError):
+    """429: every worker is full; try again later."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "saturated"
+
+
+class NoWorker(GatewayError):
+    """503: there is no healthy worker for this request."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "no_worker"
+
+
+class UpstreamError(GatewayError):
+    """502: workers were tried and failed before a first byte arrived."""
+
+    status = 502
+    type = "upstream_error"
+    code = "upstream_failed"
+
+
+class UpstreamTimeout(UpstreamError):
+    """504: a worker did not answer within the configured time."""
+
+    status = 504
+    code = "upstream_timeout"
+
+
+class ConfigError(Exception):
+    """The configuration is wrong; the message says which key of which file, and what would be right."""

@@ -1,0 +1,180 @@
+"""The set of workers: who they are, what they serve, and the live state that policies read.
+
+All workers' state lies in one matrix (``FleetView.state``), one column of it per worker. The matrix is rebuilt only
+when the set of workers changes; a change of health, model or slot merely bumps ``version``, which drops the cached
+candidate lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from gateway.config import WorkerConfig
+from gateway.errors import NoWorker, UnknownModel
+from policies.base import COLUMNS, FleetView, Ints
+
+NO_SLOT = -1
+
+
+class State(StrEnum):
+    """Whether a worker gets new requests; only ``READY`` ones do."""
+
+    STARTING = "starting"  # not yet seen healthy
+    READY = "ready"
+    EJECTED = "ejected"  # failing; comes back by probe
+    DRAINING = "draining"  # finishing what it has
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine instance with an endpoint.
+
+    ``models`` are the names it answers to: base models map to themselves, LoRA adapters to their base model. ``slot``
+    is the position of its present incarnation in the index, ``row`` its column in the registry's state matrix.
+    """
+
+    name: str
+    config: WorkerConfig
+    host: str
+    port: int
+    tls: bool
+    models: dict[str, str] = field(default_factory=dict)
+    state: State = State.STARTING
+    slot: int = NO_SLOT
+    row: int = -1
+    block_size: int = 0
+    model_cards: list[dict[str, object]] = field(default_factory=list)
+
+    @classmethod
+    def from_config(cls, config: WorkerConfig) -> Worker:
+        """Build a worker from its configuration entry; it starts in ``STARTING``."""
+        parts = urlsplit(config.url)
+        tls = parts.scheme == "https"
+        host, port = parts.hostname or "", parts.port or (443 if tls else 80)
+        models = {name: name for name in config.models}
+        return cls(config.name or f"{host}:{port}", config, host, port, tls, models)
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The workers that may take one request, row-aligned with ``fleet`` and with ``slots``."""
+
+    model: str
+    lora: str | None
+    workers: list[Worker]
+    slots: list[int]
+    fleet: FleetView
+
+
+@dataclass(slots=True)
+class _Selection:
+    model: str
+    lora: str | None
+    workers: list[Worker]
+    slots: list[int]
+    rows: Ints | None  # None: every worker, so the live matrix serves without a copy
+    names: list[str]
+
+
+class Registry:
+    """Workers by name, and the candidates for a model."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.fleet = FleetView([])
+        self.version = 0
+        self._selections: dict[str, _Selection] = {}
+        self._listeners: list[Callable[[Worker, bool], None]] = []
+
+    def on_change(self, listener: Callable[[Worker, bool], None]) -> None:
+        """Call ``listener(worker, joined)`` whenever a worker joins (True) or leaves (False)."""
+        self._listeners.append(listener)
+
+    def add(self, worker: Worker) -> None:
+        """Add a worker, or replace the one of the same name."""
+        if worker.name in self.workers:
+            self.remove(worker.name)
+        self._rebuild([*self.workers.values(), worker])
+        for listener in self._listeners:
+            listener(worker, True)
+
+    def remove(self, name: str) -> None:
+        """Forget a worker; requests in flight on it keep their connections. Unknown names are ignored."""
+        worker = self.workers.get(name)
+        if worker is None:
+            return
+        self._rebuild(other for other in self.workers.values() if other is not worker)
+        worker.row = -1
+        for listener in self._listeners:
+            listener(worker, False)
+
+    def touch(self) -> None:
+        """Say that a worker's state, models or slot changed: candidate lists are selected anew."""
+        self.version += 1
+        self._selections.clear()
+
+    def set_state(self, worker: Worker, state: State) -> None:
+        """Change whether a worker gets new requests."""
+        if worker.state is not state:
+            worker.state = state
+            self.touch()
+
+    def candidates(self, model: str) -> Candidates:
+        """Return the workers that may take a request for ``model`` (a base model or an adapter).
+
+        Raises:
+            UnknownModel: no worker, healthy or not, serves a model of this name.
+            NoWorker: some do, but none of them is ready.
+        """
+        selection = self._selections.get(model) or self._select(model)
+        fleet = self.fleet
+        if selection.rows is not None:
+            fleet = FleetView(selection.names, fleet.state[:, selection.rows], self.version)
+        return Candidates(selection.model, selection.lora, selection.workers, selection.slots, fleet)
+
+    def any_ready(self) -> bool:
+        """Return whether at least one worker takes requests."""
+        return any(worker.state is State.READY for worker in self.workers.values())
+
+    def model_names(self) -> list[str]:
+        """Return every model name that some worker serves, sorted."""
+        return sorted({name for worker in self.workers.values() for name in worker.models})
+
+    def _select(self, model: str) -> _Selection:
+        serving = [worker for worker in self.workers.values() if model in worker.models]
+        if not serving:
+            known = ", ".join(self.model_names()) or "none yet: no worker has reported its models"
+            raise UnknownModel(f"The model {model!r} is not served here. Models served: {known}.", param="model")
+        ready = [worker for worker in serving if worker.state is State.READY]
+        if not ready:
+            states = ", ".join(f"{worker.name} is {worker.state}" for worker in serving)
+            raise NoWorker(f"No worker is ready for model {model!r}: {states}.", retry_after_s=1)
+        base = ready[0].models[model]
+        everyone = len(ready) == len(self.workers)
+        selection = _Selection(
+            model=base,
+            lora=None if base == model else model,
+            workers=ready,
+            slots=[worker.slot for worker in ready],
+            rows=None if everyone else np.array([worker.row for worker in ready], np.int64),
+            names=[worker.name for worker in ready],
+        )
+        self._selections[model] = selection
+        return selection
+
+    def _rebuild(self, workers: Iterable[Worker]) -> None:
+        members = list(workers)
+        state = np.zeros((len(COLUMNS), len(members)))
+        for row, worker in enumerate(members):
+            if worker.row >= 0:
+                state[:, row] = self.fleet.state[:, worker.row]
+        for row, worker in enumerate(members):
+            worker.row = row
+        self.workers = {worker.name: worker for worker in members}
+        self.touch()
+        self.fleet = FleetView([worker.name for worker in members], state, self.version)

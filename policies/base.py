@@ -1,0 +1,254 @@
+"""What every policy sees and returns, and the registry that finds a policy by name.
+
+Shapes: ``n`` is the number of candidate workers, one row each, in the same order everywhere: in ``FleetView``, in
+``Residency`` and in a decision's costs. Whoever builds the view has already left out workers that are unhealthy,
+draining, of another model or of another role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import IntEnum
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Final, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Tier(IntEnum):
+    """Where a chunk lies, fastest first. The value is the bit of the index nibble."""
+
+    HBM = 0
+    HOST = 1
+    DISK = 2
+    REMOTE = 3
+
+
+N_TIERS: Final = len(Tier)
+
+
+@dataclass(slots=True)
+class Residency:
+    """How much of one prompt each candidate holds, as an unbroken run from its beginning.
+
+    Attributes:
+        hit_tokens: int64 ``[n]``, leading tokens held in any tier.
+        by_tier: int64 ``[n, 4]``, the same tokens by the fastest tier that holds them; rows sum to ``hit_tokens``.
+    """
+
+    hit_tokens: Ints
+    by_tier: Ints
+
+    @classmethod
+    def none(cls, n: int) -> Residency:
+        """Nobody holds anything: the residency of a lost index or of an unknown prompt."""
+        return cls(np.zeros(n, np.int64), np.zeros((n, N_TIERS), np.int64))
+
+
+@dataclass(slots=True)
+class RoutingRequest:
+    """What a policy may know of a request.
+
+    Attributes:
+        model: canonical model name (base model of an adapter).
+        prompt_tokens: length of the prompt in tokens; an estimate where the prompt could not be tokenized.
+        chunks: chained chunk hashes of the prompt (``policies.chunks``), whole chunks only.
+        chunk_tokens: tokens per chunk.
+        output_tokens: expected number of output tokens (``max_tokens``, or a default).
+        session: value of the configured session header or field, or None.
+        ring_key: key for consistent hashing when the cache cannot decide; empty → ``chunks[0]``, else the model.
+        priority: larger is more urgent.
+    """
+
+    model: str
+    prompt_tokens: int
+    chunks: Sequence[bytes] = ()
+    chunk_tokens: int = 256
+    output_tokens: int = 256
+    session: str | None = None
+    ring_key: bytes = b""
+    priority: int = 0
+
+    def key(self) -> bytes:
+        """Return the consistent-hashing key: explicit key, else first chunk, else model name."""
+        return self.ring_key or (self.chunks[0] if self.chunks else self.model.encode())
+
+
+COLUMNS: Final = (
+    "pending_prefill_tokens",  # uncached prompt tokens dispatched whose first output byte has not arrived
+    "pending_prefill_s",  # the same, in seconds of this worker's prefill as estimated at dispatch
+    "prefilling_since",  # time (the `now` of decide) at which the head of that queue began, 0 = idle
+    "running",  # requests dispatched and not yet ended, by this gateway's own ledger
+    "decode_tokens",  # context tokens of the requests that are past their first byte
+    "engine_running",  # as last scraped from the engine (all gateways together)
+    "engine_waiting",
+    "kv_usage",  # 0..1, as last scraped
+    "kv_capacity_tokens",  # tokens of KV cache in HBM, 0 = unknown
+    "prefill_a_s",  # T_prefill(n, p) = a + b·n + c·n·(p + n/2): seconds
+    "prefill_b_s",  # seconds per new token
+    "prefill_c_s",  # seconds per (new token · context token)
+    "reload_host_s",  # seconds per token to bring back from a lower tier
+    "reload_disk_s",
+    "reload_remote_s",
+)
+_ROW: Final = {name: row for row, name in enumerate(COLUMNS)}
+
+
+class FleetView:
+    """State of the candidate workers as a structure of arrays.
+
+    ``state`` is one float64 matrix ``[len(COLUMNS), n]``; every column name is also an attribute that returns its row
+    of the matrix as a view of shape ``[n]``. One matrix makes the choice of a subset a single indexing operation.
+
+    Attributes:
+        names: worker names, ``[n]``; what decisions and metrics call the workers.
+        state: the matrix.
+        version: changes whenever the set of candidates does; policies key what they derive from ``names`` on it.
+    """
+
+    __slots__ = ("names", "state", "version")
+
+    def __init__(self, names: Sequence[str], state: Floats | None = None, version: int = 0) -> None:
+        self.names: Sequence[str] = names
+        self.state: Floats = np.zeros((len(COLUMNS), len(names))) if state is None else state
+        self.version = version
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getattr__(self, name: str) -> Floats:
+        try:
+            return self.state[_ROW[name]]
+        except KeyError:
+            raise AttributeError(f"FleetView has no column {name!r}; columns: {', '.join(COLUMNS)}") from None
+
+    def column(self, name: str) -> Floats:
+        """Return one column, shape ``[n]``, writable: it is the live state, not a copy."""
+        return self.state[_ROW[name]]
+
+    def take(self, rows: Ints, version: int = 0) -> FleetView:
+        """Return a copy of the view restricted to ``rows``."""
+        return FleetView([self.names[row] for row in rows], self.state[:, rows], version)
+
+
+Breakdown = list[dict[str, Any]]
+
+
+class Decision:
+    """Which worker, and why.
+
+    Attributes:
+        worker: row of the chosen candidate.
+        expected_hit_tokens: prompt tokens that the chosen worker is expected to have cached.
+        predicted_ttft: seconds until the first token, 0 where the policy does not predict.
+        reason: one word for metrics: ``hit``, ``load``, ``ring``, ``turn`` …
+    """
+
+    __slots__ = ("_costs", "_explain", "expected_hit_tokens", "predicted_ttft", "reason", "worker")
+
+    def __init__(
+        self,
+        worker: int,
+        expected_hit_tokens: int = 0,
+        predicted_ttft: float = 0.0,
+        reason: str = "load",
+        costs: Floats | None = None,
+        explain: Callable[[], Breakdown] | None = None,
+    ) -> None:
+        self.worker = worker
+        self.expected_hit_tokens = expected_hit_tokens
+        self.predicted_ttft = predicted_ttft
+        self.reason = reason
+        self._costs = costs
+        self._explain = explain
+
+    @property
+    def fallbacks(self) -> list[int]:
+        """The other rows, cheapest first; sorted only when asked for, since most requests need none."""
+        if self._costs is None:
+            return []
+        return [int(row) for row in np.argsort(self._costs, kind="stable") if row != self.worker]
+
+    def breakdown(self, fleet: FleetView) -> Breakdown:
+        """Return one dict per candidate: ``worker``, ``chosen``, ``cost`` and the terms of the policy's score."""
+        terms: Breakdown = self._explain() if self._explain is not None else [{} for _ in fleet.names]
+        for row, (name, entry) in enumerate(zip(fleet.names, terms, strict=True)):
+            head: dict[str, Any] = {"worker": name, "chosen": row == self.worker}
+            if self._costs is not None:
+                head["cost"] = float(self._costs[row])
+            terms[row] = head | entry
+        return terms
+
+
+class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of a policy that has none."""
+
+
+class Policy(Protocol):
+    """A routing policy. It may keep state of its own (a turn, learned rates); time reaches it as ``now``.
+
+    ``decide`` is called with at least one candidate and must return one of them; it does not raise for "no".
+
+    Attributes:
+        name: what users write in ``policy.name``.
+        Params: a frozen msgspec struct, one field per YAML parameter, bounds as ``msgspec.Meta``.
+    """
+
+    name: ClassVar[str]
+    Params: ClassVar[type[msgspec.Struct]]
+
+    def __init__(self, params: Any, /) -> None: ...
+
+    def decide(self, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float) -> Decision:
+        """Choose a worker. ``now`` is monotonic seconds, on the same clock as the fleet's times."""
+        ...
+
+
+class PolicyError(ValueError):
+    """An unknown policy, or parameters that it does not accept; the message names the valid ones."""
+
+
+_REGISTRY: dict[str, type[Policy]] = {}
+
+P = TypeVar("P", bound=type[Policy])
+
+
+def register(policy: P) -> P:
+    """Class decorator: make a policy known under its ``name``."""
+    _REGISTRY[policy.name] = policy
+    return policy
+
+
+def known_policies() -> dict[str, type[Policy]]:
+    """Return every policy by name: kvway's own, and those of installed packages (entry point ``kvway.policies``)."""
+    found = dict(_REGISTRY)
+    for point in entry_points(group="kvway.policies"):
+        if point.name not in found:
+            found[point.name] = point.load()
+    return found
+
+
+def create_policy(name: str, params: Mapping[str, Any] | None = None) -> Policy:
+    """Build a policy from its name and its YAML parameters.
+
+    Raises:
+        PolicyError: no such policy, an unknown parameter, or a value out of range.
+    """
+    known = known_policies()
+    policy = known.get(name)
+    if policy is None:
+        near = get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise PolicyError(f"unknown policy {name!r}.{hint} Known policies: {', '.join(sorted(known))}.")
+    try:
+        return policy(msgspec.convert(dict(params or {}), policy.Params))
+    except msgspec.ValidationError as error:
+        accepted = ", ".join(policy.Params.__struct_fields__) or "none"
+        raise PolicyError(f"policy {name!r}: {error}. Parameters it accepts: {accepted}.") from None
