@@ -8,6 +8,18 @@ from typing import Protocol
 from policies.base import Residency, Tier
 
 
+class Speculation(Protocol):
+    """A prompt on its way: its chunks count as held by the worker it was sent to, until events say so themselves."""
+
+    def settle(self, now: float) -> None:
+        """The worker has prefilled the prompt; forget the speculation ``speculative_ttl_s`` from ``now``."""
+        ...
+
+    def cancel(self) -> None:
+        """The request did not reach its prefill (error, client gone): forget the speculation at once."""
+        ...
+
+
 class ChunkIndex(Protocol):
     """Where residency is kept. A *slot* is one life of one worker's process: a restart takes a new one.
 
@@ -30,6 +42,13 @@ class ChunkIndex(Protocol):
             chunks: the prompt's chunk hashes, in order.
             slots: one slot per row of the result; -1 stands for a worker without a slot (holds nothing).
             chunk_tokens: tokens per chunk, to return tokens.
+        """
+        ...
+
+    def speculate(self, slot: int, chunks: Sequence[bytes]) -> Speculation:
+        """Count ``chunks`` as held by ``slot`` (in HBM) from now on, in this process and without suspending.
+
+        The caller settles or cancels what it gets back, exactly once.
         """
         ...
 

@@ -1,0 +1,39 @@
+"""What is written down about one request; the exchange fills it in, metrics and logs read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    OK = "ok"  # the worker's answer reached the client whole, whatever its status
+    REJECTED = "rejected"  # answered by the gateway itself: bad request, no worker, saturated
+    CLIENT_GONE = "client_gone"
+    UPSTREAM_FAILED = "upstream_failed"  # no worker answered before the first byte
+    CUT = "cut"  # the worker died after the first byte
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's life. Times are monotonic seconds, 0 where the moment did not come."""
+
+    request_id: str
+    path: str
+    received_at: float
+    model: str = ""  # a name some worker serves, or empty: never what a client made up
+    worker: str = ""
+    stream: bool = False
+    status: int = 0
+    outcome: Outcome = Outcome.OK
+    reason: str = ""  # the decision's reason, or the error's code
+    attempts: int = 0
+    prompt_tokens: int = 0
+    predicted_hit_tokens: int = 0
+    cached_tokens: int | None = None  # as the engine reported it in usage, None where it did not
+    output_tokens: int | None = None
+    routed_at: float = 0.0
+    first_byte_at: float = 0.0
+    ended_at: float = 0.0
