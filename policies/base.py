@@ -125,13 +125,13 @@ class FleetView:
 
     def __getattr__(self, name: str) -> Floats:
         try:
-            return cast(Floats, self.state[_ROW[name]])
+            return cast("Floats", self.state[_ROW[name]])
         except KeyError:
             raise AttributeError(f"FleetView has no column {name!r}; columns: {', '.join(COLUMNS)}") from None
 
     def column(self, name: str) -> Floats:
         """Return one column, shape ``[n]``, writable: it is the live state, not a copy."""
-        return cast(Floats, self.state[_ROW[name]])
+        return cast("Floats", self.state[_ROW[name]])
 
     def take(self, rows: Ints, version: int = 0) -> FleetView:
         """Return a copy of the view restricted to ``rows``."""
