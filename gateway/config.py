@@ -220,17 +220,26 @@ class Config(Section):
             seen.add(name)
         return self
 
+    def masked(self) -> dict[str, Any]:
+        """Return the configuration as JSON data, with the password of the index URL masked."""
+        data = self.model_dump(mode="json")
+        data["index"]["url"] = re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", data["index"]["url"])
+        return data
+
     def model_config_for(self, model: str) -> ModelConfig:
         """Return the settings of a model: its own entry, else the one called ``*``, else the defaults."""
         return self.models.get(model) or self.models.get("*") or ModelConfig()
 
 
-def load_config(path: Path | None, environ: Mapping[str, str] = os.environ) -> Config:
+def load_config(
+    path: Path | None, environ: Mapping[str, str] = os.environ, overrides: Mapping[str, Any] | None = None
+) -> Config:
     """Read and validate a configuration.
 
     Args:
         path: YAML file, or None for defaults and environment only.
         environ: where ``KVWAY_*`` overrides are looked up.
+        overrides: top-level sections that win over file and environment (command-line options).
 
     Raises:
         ConfigError: the file cannot be read or parsed, or a key or value is wrong. One line per mistake.
@@ -247,6 +256,7 @@ def load_config(path: Path | None, environ: Mapping[str, str] = os.environ) -> C
     if not isinstance(raw, dict):
         raise ConfigError(f"{source}: must be a mapping of sections such as 'server:' and 'workers:'")
     _apply_environment(raw, environ)
+    raw.update(overrides or {})
     try:
         return Config.model_validate(raw)
     except ValidationError as error:

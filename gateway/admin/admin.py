@@ -1,0 +1,86 @@
+"""The admin port: metrics for Prometheus, a look at workers and decisions, and the few things one may change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import Body, FastAPI
+from fastapi.responses import Response
+
+from gateway.admin.explain import explain
+from gateway.admin.public import install_error_handlers
+from gateway.errors import BadRequest
+from gateway.fleet.registry import State, Worker
+from policies.base import COLUMNS
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+
+
+def admin_app(gateway: Gateway) -> FastAPI:
+    """Build the app behind the admin port."""
+    app = FastAPI(title="kvway admin", docs_url="/docs", redoc_url=None)
+    install_error_handlers(app)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus exposition."""
+        return Response(gateway.observer.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process is alive."""
+        return {"status": "ok"}
+
+    @app.get("/admin/config")
+    async def config() -> dict[str, Any]:
+        """The configuration in force; passwords in URLs are masked."""
+        return gateway.config.masked()
+
+    @app.get("/admin/workers")
+    async def workers() -> list[dict[str, Any]]:
+        """Every worker with its state and its row of the fleet view."""
+        return [_describe(gateway, worker) for worker in gateway.registry.workers.values()]
+
+    @app.post("/admin/workers/{name}/drain")
+    async def drain(name: str) -> dict[str, Any]:
+        """Give a worker no new requests; those it has go on."""
+        worker = _find(gateway, name)
+        gateway.registry.set_state(worker, State.DRAINING)
+        return _describe(gateway, worker)
+
+    @app.post("/admin/workers/{name}/undrain")
+    async def undrain(name: str) -> dict[str, Any]:
+        """Take a drained worker back; it serves again after its next good probe."""
+        worker = _find(gateway, name)
+        if worker.state is State.DRAINING:
+            gateway.registry.set_state(worker, State.STARTING)
+        return _describe(gateway, worker)
+
+    @app.post("/admin/explain")
+    async def explain_decision(body: Annotated[bytes, Body(media_type="application/json")], path: str = "") -> dict[str, Any]:
+        """Say where a request with this body would go now, and why, term by term. Nothing is sent or counted."""
+        return await explain(gateway.services, path, body)
+
+    return app
+
+
+def _find(gateway: Gateway, name: str) -> Worker:
+    worker = gateway.registry.workers.get(name)
+    if worker is None:
+        raise BadRequest(f"There is no worker {name!r}; workers: {', '.join(gateway.registry.workers) or 'none'}.")
+    return worker
+
+
+def _describe(gateway: Gateway, worker: Worker) -> dict[str, Any]:
+    state = gateway.registry.fleet.state[:, worker.row]
+    return {
+        "name": worker.name,
+        "url": worker.config.url,
+        "state": worker.state,
+        "models": worker.models,
+        "slot": worker.slot,
+        "block_size": worker.block_size,
+        "events": gateway.feeds.describe(worker),
+        "view": {name: float(value) for name, value in zip(COLUMNS, state, strict=True)},
+    }

@@ -1,0 +1,67 @@
+"""What the public port answers besides inference: ``/health``, ``/ready`` and the merged ``/v1/models``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from gateway.errors import BadRequest, GatewayError, UnknownModel
+from gateway.fleet.models import merged_models
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+
+
+def public_app(gateway: Gateway) -> FastAPI:
+    """Build the app behind the public port; inference paths never reach it."""
+    app = FastAPI(title="kvway", docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process is alive; true as long as it can answer at all."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """New requests can be served here."""
+        if gateway.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        if not gateway.registry.any_ready():
+            return JSONResponse({"status": "no worker is ready"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """Every worker's models and adapters, each once."""
+        return {"object": "list", "data": merged_models(gateway.registry)}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """One model's card."""
+        for card in merged_models(gateway.registry):
+            if card["id"] == model:
+                return card
+        raise UnknownModel(f"The model {model!r} is not served here.", param="model")
+
+    return app
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error an OpenAI-shaped one."""
+
+    @app.exception_handler(GatewayError)
+    async def on_gateway_error(_: Request, error: GatewayError) -> Response:
+        return Response(error.body(), error.status, media_type="application/json")
+
+    @app.exception_handler(404)
+    async def on_unknown_path(request: Request, _: Exception) -> Response:
+        error = BadRequest(f"There is nothing at {request.url.path}. Inference is under /v1/.")
+        return Response(error.body(), 404, media_type="application/json")
+
+    @app.exception_handler(405)
+    async def on_wrong_method(request: Request, _: Exception) -> Response:
+        error = BadRequest(f"{request.url.path} does not take {request.method}.")
+        return Response(error.body(), 405, media_type="application/json")

@@ -1,0 +1,148 @@
+"""Builds the service from a ``Config`` and runs it: two ports, the relay, background tasks, one orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+
+from gateway.admin.admin import admin_app
+from gateway.admin.public import public_app
+from gateway.config import Config
+from gateway.events.feeds import EventFeeds
+from gateway.fleet.health import Health
+from gateway.fleet.ledger import Ledger
+from gateway.fleet.metrics import Scraper
+from gateway.fleet.models import ModelCards
+from gateway.fleet.registry import Registry, Worker
+from gateway.index.approximate import ApproximateCache
+from gateway.index.base import ChunkIndex
+from gateway.index.memory import MemoryIndex
+from gateway.index.redis import RedisIndex
+from gateway.observe.observer import Observer
+from gateway.prompt.pipeline import PromptPipeline
+from gateway.relay.downstream import make_protocol
+from gateway.relay.exchange import Services
+from gateway.relay.upstream import UpstreamPool
+from gateway.serving import Server
+from gateway.tasks import spawn
+from policies.base import create_policy
+from policies.chunks import ChunkHasher
+
+log = logging.getLogger("kvway")
+
+
+class Gateway:
+    """One gateway process. Use as ``async with Gateway(config) as gateway``, or ``run`` until a signal.
+
+    Args:
+        config: validated configuration.
+        reuse_port: share the public port with other processes.
+    """
+
+    def __init__(self, config: Config, reuse_port: bool = False) -> None:
+        self.config = config
+        self.draining = False
+        self.hasher = ChunkHasher(config.prompt.chunk_tokens, config.prompt.hash_seed)
+        self.registry = Registry()
+        self.ledger = Ledger(self.registry)
+        self.index: ChunkIndex = RedisIndex(config.index) if config.index.backend == "redis" else MemoryIndex(config.index)
+        self.approximate = ApproximateCache(self.index)
+        self.prompts = PromptPipeline(config)
+        self.feeds = EventFeeds(self.registry, self.index, self.hasher)
+        self.observer = Observer(self.registry, config.log)
+        self.health = Health(self.registry, config.health)
+        self.models = ModelCards(self.registry)
+        self.scraper = Scraper(self.registry, config.metrics, on_restart=self._restarted)
+        self.services = Services(
+            config=config,
+            registry=self.registry,
+            ledger=self.ledger,
+            index=self.index,
+            approximate=self.approximate,
+            prompts=self.prompts,
+            policy=create_policy(config.policy.name, config.policy.params),
+            health=self.health,
+            observer=self.observer,
+            upstream=UpstreamPool(config.timeouts),
+        )
+        server = config.server
+        self._public = Server(
+            public_app(self), server.host, server.port, server, make_protocol(self.services), reuse_port
+        )
+        self._admin = Server(admin_app(self), server.admin_host, server.admin_port, server, reuse_port=reuse_port)
+        self._serving: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Gateway:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def port(self) -> int:
+        """The public port actually bound."""
+        return self._public.port
+
+    @property
+    def admin_port(self) -> int:
+        """The admin port actually bound."""
+        return self._admin.port
+
+    async def start(self) -> None:
+        """Bind both ports, then start everything behind them.
+
+        Raises:
+            ConfigError: a port cannot be bound.
+        """
+        self._public.bind()
+        self._admin.bind()
+        for part in (self.feeds, self.health, self.models, self.scraper):
+            await part.start()
+        for entry in self.config.workers:
+            self.registry.add(Worker.from_config(entry))
+        self._serving = [spawn(server.run_bound(), f"serve {server.port}") for server in (self._public, self._admin)]
+        while not (self._public.started and self._admin.started):
+            await asyncio.sleep(0.005)
+        # What is alive now lives as long as the process: keep the collector from walking it again and again.
+        gc.collect()
+        gc.freeze()
+        log.info(
+            "kvway is ready to serve",
+            extra={"port": self.port, "admin_port": self.admin_port, "policy": self.config.policy.name},
+        )
+
+    async def stop(self) -> None:
+        """Drain: readiness false, no new connections, running requests get ``server.drain_s`` to end; then stop all."""
+        self.draining = True
+        self._public.should_exit = True
+        if self._serving:
+            await asyncio.wait(self._serving[:1])
+        self._admin.should_exit = True
+        if self._serving:
+            await asyncio.wait(self._serving)
+        for part in (self.scraper, self.models, self.health, self.feeds, self.services.upstream, self.prompts, self.index):
+            await part.close()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then drain. A second signal ends the draining at once."""
+        loop = asyncio.get_running_loop()
+        asked = asyncio.Event()
+
+        def on_signal() -> None:
+            if asked.is_set():
+                self._public.force_exit = self._admin.force_exit = True
+            asked.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        async with self:
+            await asked.wait()
+            log.info("draining", extra={"in_flight": self.ledger.in_flight, "drain_s": self.config.server.drain_s})
+
+    def _restarted(self, worker: Worker) -> None:
+        """A worker's process is a new one: what the index knew of the old one is void."""
+        self.feeds.restarted(worker)
+        self.models.refresh(worker)

@@ -1,0 +1,92 @@
+"""uvicorn, told to leave sockets, signals and logging to us."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from fastapi import FastAPI
+
+from gateway.config import ServerConfig
+from gateway.errors import ConfigError
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server on a socket that is bound before anything else starts.
+
+    Args:
+        app: what answers requests that no protocol takes out of ASGI.
+        host: address to bind.
+        port: port to bind; 0 for any.
+        settings: keep-alive, drain time and TLS.
+        protocol: the HTTP protocol class; uvicorn's own where None.
+        reuse_port: share the port with other processes (SO_REUSEPORT).
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        host: str,
+        port: int,
+        settings: ServerConfig,
+        protocol: type | None = None,
+        reuse_port: bool = False,
+    ) -> None:
+        tls = protocol is not None and settings.tls_cert is not None
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol or "httptools",
+                loop="uvloop",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=4096,
+                timeout_keep_alive=max(1, round(settings.keep_alive_s)),
+                timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+                ssl_certfile=settings.tls_cert if tls else None,
+                ssl_keyfile=settings.tls_key if tls else None,
+            )
+        )
+        self._address = (host, port)
+        self._reuse_port = reuse_port
+        self._socket: socket.socket | None = None
+
+    @property
+    def port(self) -> int:
+        """The port actually bound."""
+        assert self._socket is not None, "bind() comes first"
+        return int(self._socket.getsockname()[1])
+
+    def bind(self) -> None:
+        """Bind the socket.
+
+        Raises:
+            ConfigError: the address is in use, not ours, or not permitted.
+        """
+        host, port = self._address
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if self._reuse_port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        self._socket = listener
+
+    async def run_bound(self) -> None:
+        """Serve on the bound socket until ``should_exit``, then drain."""
+        assert self._socket is not None, "bind() comes first"
+        await self.serve(sockets=[self._socket])
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals alone: one process runs two servers, and ``Gateway.run`` decides what a signal means."""
+        yield
