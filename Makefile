@@ -1,0 +1,43 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test test-all lint format bench e2e-vllm clean
+
+help: ## list what can be made
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --editable . --group dev
+	touch $@
+
+demo: $(VENV)/ready ## four simulated workers, two policies, one table (under two minutes)
+	$(BIN)/kvway demo
+
+test: $(VENV)/ready ## the fast tests (under five minutes on two cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: $(VENV)/ready ## the fast tests and the slow ones
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not e2e'
+
+lint: $(VENV)/ready ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready ## let ruff format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/ready ## every benchmark, one after another
+	for name in prompt index relay; do $(BIN)/python -m tests.bench.$$name || exit 1; done
+
+e2e-vllm: $(VENV)/ready ## two real vLLM workers behind the gateway (large download, some minutes)
+	$(PYTHON) -m tests.e2e.setup_vllm .venv-vllm
+	$(BIN)/python -m pytest -m e2e tests/e2e
+
+clean: ## remove the virtual environments and caches
+	rm -rf $(VENV) .venv-vllm .venv-bench .mypy_cache .ruff_cache .hypothesis
