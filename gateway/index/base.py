@@ -25,6 +25,10 @@ class ChunkIndex(Protocol):
 
     Methods are coroutines because the shared index is on the network; the memory index never suspends.
     No method raises for an index that is out of reach: residency is then empty, writes are dropped, and metrics say so.
+
+    A shared index keeps a whole chain on one Redis Cluster slot, by a hash tag made from the chain's first chunk.
+    ``residency`` and ``speculate`` take a prompt from its beginning and so see that chunk; ``store`` and ``remove`` are
+    told it as ``root`` whenever ``chunks`` begins further down the chain. A wrong root means chunks that nobody finds.
     """
 
     async def acquire_slot(self, worker: str) -> int:
@@ -39,8 +43,9 @@ class ChunkIndex(Protocol):
         """Return the leading run each slot holds.
 
         Args:
-            chunks: the prompt's chunk hashes, in order.
-            slots: one slot per row of the result; -1 stands for a worker without a slot (holds nothing).
+            chunks: the prompt's chunk hashes, in order, from its first.
+            slots: one slot per row of the result; -1 stands for a worker without a slot (holds nothing). The index
+                keeps what it derives from this very list for the next call, so it must not change afterwards.
             chunk_tokens: tokens per chunk, to return tokens.
         """
         ...
@@ -52,12 +57,26 @@ class ChunkIndex(Protocol):
         """
         ...
 
-    async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier) -> None:
-        """``slot`` now holds ``chunks`` in ``tier``, whatever else it holds."""
+    async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
+        """``slot`` now holds ``chunks`` in ``tier``, whatever else it holds.
+
+        Args:
+            slot: an acquired slot; what is said of any other is ignored.
+            chunks: chunk hashes of one chain, in any order.
+            tier: where they lie.
+            root: the chain's first chunk; None: it is ``chunks[0]``.
+        """
         ...
 
-    async def remove(self, slot: int, chunks: Sequence[bytes], tier: Tier | None) -> None:
-        """``slot`` no longer holds ``chunks`` in ``tier`` (None: in any tier)."""
+    async def remove(self, slot: int, chunks: Sequence[bytes], tier: Tier | None, root: bytes | None = None) -> None:
+        """``slot`` no longer holds ``chunks`` in ``tier`` (None: in any tier).
+
+        Args:
+            slot: as for ``store``.
+            chunks: chunk hashes of one chain, in any order: one call per chain.
+            tier: where they lay.
+            root: the chain's first chunk; None: it is ``chunks[0]``.
+        """
         ...
 
     async def clear(self, slot: int) -> None:
