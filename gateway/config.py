@@ -9,24 +9,49 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from gateway.config_source import describe_mistakes, overlay_environment, read_yaml
 from gateway.errors import ConfigError
 from policies.base import PolicyError, create_policy
 
+
+def _on_disk(path: Path, info: ValidationInfo) -> Path:
+    # Only what an operator wrote is held against the disk (`load_config`), not what code builds.
+    if info.context is not None and not path.exists():
+        raise ValueError(f"{path} does not exist")
+    return path
+
+
 Seconds = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+OnDisk = Annotated[Path, AfterValidator(_on_disk)]
 
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values do not change after start."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _key_without_value_keeps_its_default(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {key: value for key, value in values.items() if value is not None}
+        return values
 
 
 class ServerConfig(Section):
@@ -40,8 +65,14 @@ class ServerConfig(Section):
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="request bodies above this get 413")
     keep_alive_s: Seconds = Field(75.0, description="how long an idle client connection stays open")
     drain_s: Seconds = Field(30.0, description="after SIGTERM, how long running requests may go on")
-    tls_cert: Path | None = Field(None, description="PEM certificate chain; with tls_key, serve HTTPS")
-    tls_key: Path | None = Field(None, description="PEM private key")
+    tls_cert: OnDisk | None = Field(None, description="PEM certificate chain; with tls_key, serve HTTPS")
+    tls_key: OnDisk | None = Field(None, description="PEM private key")
+
+    @model_validator(mode="after")
+    def _tls_whole(self) -> ServerConfig:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together; give both or neither")
+        return self
 
 
 class KvEventsConfig(Section):
@@ -58,7 +89,7 @@ class KvEventsConfig(Section):
     @field_validator("endpoint", "replay_endpoint")
     @classmethod
     def _zmq(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"^(tcp|ipc)://.+", value):
+        if value is not None and not re.match(r"^(tcp://.+:(\d+|\*)|ipc://.+)$", value):
             raise ValueError(f"{value!r} is not a ZMQ endpoint; write tcp://host:port")
         return value
 
@@ -71,32 +102,55 @@ class PrefillConfig(Section):
     c_s: Seconds = Field(1.05e-9, description="seconds per new token and context token")
 
 
+class TiersConfig(Section):
+    """What bringing KV back from a lower tier costs: ``kv_bytes_per_token`` over the tier's bandwidth.
+
+    The defaults are a 70B model with 8 KV heads in FP16, one GPU's PCIe 5 link, an NVMe gen 4 drive and 100 Gbit/s
+    Ethernet; for another model set at least ``kv_bytes_per_token`` (layers x KV heads x head size x 2 x bytes).
+    """
+
+    kv_bytes_per_token: int = Field(327_680, gt=0, description="KV cache bytes per token, all layers")
+    host_gb_s: float = Field(45.0, gt=0, description="GB/s from host memory")
+    disk_gb_s: float = Field(7.0, gt=0, description="GB/s from local disk")
+    remote_gb_s: float = Field(10.0, gt=0, description="GB/s from the remote pool")
+
+
 class WorkerConfig(Section):
     """One engine instance."""
 
     url: str = Field(description="base URL, http://host:port")
-    name: str | None = Field(None, description="name in metrics and headers; default host:port")
+    name: str | None = Field(None, pattern=r"^[!-~]+$", description="name in metrics and headers; default host:port")
     models: tuple[str, ...] = Field((), description="model names; empty: ask the worker's /v1/models")
     domain: str = Field("", description="failure domain, for instance the zone")
     kv_events: KvEventsConfig | None = Field(None, description="KV events; without them residency is not known")
     kv_capacity_tokens: int = Field(0, ge=0, description="KV cache size; 0: read it from the worker's metrics")
     prefill: PrefillConfig = Field(PrefillConfig(), description="prefill speed to start from")
+    tiers: TiersConfig = Field(TiersConfig(), description="speed of the lower cache tiers")
 
     @field_validator("url")
     @classmethod
     def _url(cls, value: str) -> str:
-        if not re.match(r"^https?://[^/?#\s]+/?$", value):
+        if not re.match(r"^https?://[^/?#@\s]+/?$", value) or not _has_host_and_port(value):
             raise ValueError(f"{value!r} is not a worker URL; write http://host:port without a path")
         return value.rstrip("/")
+
+    @property
+    def label(self) -> str:
+        """The worker's name: the one given, else ``host:port``."""
+        if self.name is not None:
+            return self.name
+        parts = urlsplit(self.url)
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
 class ModelConfig(Section):
     """How prompts of one model become tokens."""
 
-    tokenizer: Path | None = Field(
+    tokenizer: OnDisk | None = Field(
         None, description="directory with tokenizer.json (and chat template), or the file itself"
     )
-    chat_template: Path | None = Field(None, description="Jinja file that replaces the tokenizer's own template")
+    chat_template: OnDisk | None = Field(None, description="Jinja file that replaces the tokenizer's own template")
     source: Literal["auto", "tokenizer", "engine", "bytes"] = Field(
         "auto",
         description="tokens from the local tokenizer, the engine's /tokenize, or approximate chunks of bytes; "
@@ -172,6 +226,9 @@ class HealthConfig(Section):
     timeout_s: float = Field(1.0, gt=0, description="a probe that takes longer has failed")
     failures: int = Field(3, ge=1, description="consecutive failures, of probes or requests, that eject a worker")
     successes: int = Field(1, ge=1, description="consecutive good probes that bring it back")
+    ejection_max_s: Seconds = Field(
+        60.0, description="longest ejection; each one that follows soon after a return lasts twice as long as the last"
+    )
     panic_share: float = Field(
         0.5,
         ge=0,
@@ -200,7 +257,7 @@ class Config(Section):
 
     server: ServerConfig = ServerConfig()
     workers: tuple[WorkerConfig, ...] = ()
-    models: dict[str, ModelConfig] = Field({}, description="per model name; '*' is the default")
+    models: dict[str, ModelConfig] = Field({}, description="a model name, or `*` for all others")
     prompt: PromptConfig = PromptConfig()
     index: IndexConfig = IndexConfig()
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
@@ -214,10 +271,9 @@ class Config(Section):
     def _worker_names_differ(self) -> Config:
         seen: set[str] = set()
         for worker in self.workers:
-            name = worker.name or worker.url
-            if name in seen:
-                raise ValueError(f"workers: two workers are called {name!r}; names must differ")
-            seen.add(name)
+            if worker.label in seen:
+                raise ValueError(f"workers: two workers are called {worker.label!r}; names must differ")
+            seen.add(worker.label)
         return self
 
     def masked(self) -> dict[str, Any]:
@@ -244,77 +300,28 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read or parsed, or a key or value is wrong. One line per mistake.
     """
-    raw: Any = {}
-    if path is not None:
-        try:
-            raw = yaml.safe_load(path.read_text("utf-8")) or {}
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: is not valid YAML: {_one_line(error)}") from None
-    source = str(path) if path is not None else "configuration"
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{source}: must be a mapping of sections such as 'server:' and 'workers:'")
-    _apply_environment(raw, environ)
+    raw = read_yaml(path) if path is not None else {}
+    mistakes: list[str] = []
+    origins = overlay_environment(raw, environ, Config, mistakes)
     raw.update(overrides or {})
     try:
-        return Config.model_validate(raw)
+        config = Config.model_validate(raw, context="files must exist")
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {line}" for line in _mistakes(error))) from None
+        mistakes += describe_mistakes(error, Config, str(path or "configuration"), origins)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return config
 
 
-def _apply_environment(raw: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Write ``KVWAY_SECTION__KEY=value`` into ``raw``; values are YAML, so numbers, booleans and lists work."""
-    for variable, text in environ.items():
-        if not variable.startswith("KVWAY_"):
-            continue
-        *parents, key = variable.removeprefix("KVWAY_").lower().split("__")
-        section = raw
-        for parent in parents:
-            section = section.setdefault(parent, {})
-            if not isinstance(section, dict):
-                raise ConfigError(f"{variable}: {parent!r} is not a section; use KVWAY_SECTION__KEY")
-        try:
-            section[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{variable}: is not a valid value: {_one_line(error)}") from None
+def _has_host_and_port(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, an unclosed IPv6 bracket
+        return False
 
 
-def _mistakes(error: ValidationError) -> list[str]:
-    lines = []
-    for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"]) or "(top level)"
-        if item["type"] == "extra_forbidden":
-            valid = _keys_beside(item["loc"])
-            near = get_close_matches(str(item["loc"][-1]), valid, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
-            lines.append(f"unknown key {where!r}; {hint}")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{where}: {message}")
-    return lines
+if __name__ == "__main__":
+    from gateway.config_docs import reference
 
-
-def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the valid keys of the section in which ``loc`` lies."""
-    model: type[BaseModel] = Config
-    for part in loc[:-1]:
-        if isinstance(part, int):
-            continue
-        info = model.model_fields.get(part)
-        if info is None:  # a key of a mapping, as a model name in `models`
-            continue
-        nested = _models_in(info.annotation)
-        if nested:
-            model = nested[0]
-    return list(model.model_fields)
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    print(reference(), end="")
