@@ -16,13 +16,17 @@ import numpy as np
 
 from gateway.config import WorkerConfig
 from gateway.errors import NoWorker, UnknownModel
-from policies.base import COLUMNS, FleetView, Ints
+from policies.base import COLUMNS, FleetView, Floats, Ints
 
 NO_SLOT = -1
+_NAMED_MODELS = 20  # in an error message; a fleet may serve hundreds of adapters
 
 
 class State(StrEnum):
-    """Whether a worker gets new requests; only ``READY`` ones do."""
+    """Whether a worker gets new requests.
+
+    ``READY`` ones do. Where a model has none, its ``EJECTED`` ones do: better a suspect worker than none.
+    """
 
     STARTING = "starting"  # not yet seen healthy
     READY = "ready"
@@ -57,7 +61,21 @@ class Worker:
         tls = parts.scheme == "https"
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
         models = {name: name for name in config.models}
-        return cls(config.name or f"{host}:{port}", config, host, port, tls, models)
+        return cls(config.label, config, host, port, tls, models)
+
+    def initial_state(self) -> Floats:
+        """Return the worker's column of the state matrix as it joins: what its configuration says, zero elsewhere."""
+        prefill, tiers = self.config.prefill, self.config.tiers
+        known = {
+            "kv_capacity_tokens": self.config.kv_capacity_tokens,
+            "prefill_a_s": prefill.a_s,
+            "prefill_b_s": prefill.b_s,
+            "prefill_c_s": prefill.c_s,
+            "reload_host_s": tiers.kv_bytes_per_token / (tiers.host_gb_s * 1e9),
+            "reload_disk_s": tiers.kv_bytes_per_token / (tiers.disk_gb_s * 1e9),
+            "reload_remote_s": tiers.kv_bytes_per_token / (tiers.remote_gb_s * 1e9),
+        }
+        return np.array([known.get(column, 0.0) for column in COLUMNS])
 
 
 @dataclass(slots=True)
@@ -129,7 +147,7 @@ class Registry:
 
         Raises:
             UnknownModel: no worker, healthy or not, serves a model of this name.
-            NoWorker: some do, but none of them is ready.
+            NoWorker: some do, but all are starting or draining; or a starting one has yet to say what it serves.
         """
         selection = self._selections.get(model) or self._select(model)
         fleet = self.fleet
@@ -148,9 +166,10 @@ class Registry:
     def _select(self, model: str) -> _Selection:
         serving = [worker for worker in self.workers.values() if model in worker.models]
         if not serving:
-            known = ", ".join(self.model_names()) or "none yet: no worker has reported its models"
-            raise UnknownModel(f"The model {model!r} is not served here. Models served: {known}.", param="model")
-        ready = [worker for worker in serving if worker.state is State.READY]
+            raise self._not_served(model)
+        ready = [worker for worker in serving if worker.state is State.READY] or [
+            worker for worker in serving if worker.state is State.EJECTED
+        ]
         if not ready:
             states = ", ".join(f"{worker.name} is {worker.state}" for worker in serving)
             raise NoWorker(f"No worker is ready for model {model!r}: {states}.", retry_after_s=1)
@@ -167,12 +186,22 @@ class Registry:
         self._selections[model] = selection
         return selection
 
+    def _not_served(self, model: str) -> UnknownModel | NoWorker:
+        silent = [
+            worker.name for worker in self.workers.values() if not worker.models and worker.state is State.STARTING
+        ]
+        if silent or not self.workers:
+            who = f"{', '.join(silent[:3])} has not yet said what it serves" if silent else "there are no workers yet"
+            return NoWorker(f"No worker is known to serve {model!r}: {who}.", retry_after_s=1)
+        names = self.model_names()
+        known = ", ".join(names[:_NAMED_MODELS]) + (", …" if len(names) > _NAMED_MODELS else "")
+        return UnknownModel(f"The model {model!r} is not served here. Models served: {known or 'none'}.", param="model")
+
     def _rebuild(self, workers: Iterable[Worker]) -> None:
         members = list(workers)
         state = np.zeros((len(COLUMNS), len(members)))
         for row, worker in enumerate(members):
-            if worker.row >= 0:
-                state[:, row] = self.fleet.state[:, worker.row]
+            state[:, row] = self.fleet.state[:, worker.row] if worker.row >= 0 else worker.initial_state()
         for row, worker in enumerate(members):
             worker.row = row
         self.workers = {worker.name: worker for worker in members}
