@@ -2,22 +2,57 @@
 
 Uncached prefill tokens count from dispatch to the first output byte; context tokens from then to the end. Polled
 engine metrics correct these numbers (``fleet.metrics``); they do not drive them.
+
+A worker is taken to prefill one prompt after another, in order of dispatch. An engine that batches several prompts
+finishes them together: the first then seems slow and the others instant, but the sum of their times is right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Final
+
 from gateway.fleet.registry import Registry, Worker
+from policies.base import COLUMNS
+
+_PENDING_TOKENS: Final = COLUMNS.index("pending_prefill_tokens")
+_PENDING_S: Final = COLUMNS.index("pending_prefill_s")
+_SINCE: Final = COLUMNS.index("prefilling_since")
+_RUNNING: Final = COLUMNS.index("running")
+_DECODE_TOKENS: Final = COLUMNS.index("decode_tokens")
+
+PrefillObserver = Callable[[Worker, int, int, float], None]
+"""Called with a worker, new tokens, cached tokens, and the seconds their prefill took there."""
+
+
+class _Account:
+    """What one worker owes while it belongs to the registry.
+
+    A worker that leaves has its account closed: flights still on it count nowhere any more, also if a worker of the
+    same name, or the very same one, joins later and gets an account of its own.
+    """
+
+    __slots__ = ("open", "prefilling", "start_known", "worker")
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.open = worker.row >= 0
+        self.prefilling: dict[Flight, None] = {}  # in order of dispatch
+        self.start_known = False  # whether ``prefilling_since`` was seen, not presumed
 
 
 class Flight:
-    """One request on one worker. Call ``end`` exactly when the request is over, however it went; twice is harmless."""
+    """One request on one worker. Call ``end`` when the request is over, however it went; twice is harmless."""
 
     __slots__ = (
+        "_account",
         "_ledger",
         "dispatched_at",
         "prefill_s",
         "prompt_tokens",
         "stage",
+        "streamed",
         "uncached_tokens",
         "worker",
     )
@@ -27,49 +62,68 @@ class Flight:
     def __init__(
         self,
         ledger: Ledger,
-        worker: Worker,
+        account: _Account,
         prompt_tokens: int,
         uncached_tokens: int,
         prefill_s: float,
         now: float,
+        streamed: bool,
     ) -> None:
         self._ledger = ledger
-        self.worker = worker
+        self._account = account
+        self.worker = account.worker
         self.prompt_tokens = prompt_tokens
         self.uncached_tokens = uncached_tokens
         self.prefill_s = prefill_s
         self.dispatched_at = now
+        self.streamed = streamed
         self.stage = Flight.PREFILL
 
     def first_byte(self, now: float) -> None:
         """The worker began to answer: its prefill of this prompt is done."""
         if self.stage == Flight.PREFILL:
             self.stage = Flight.DECODE
-            self._ledger._prefilled(self, now)
-            self._ledger._add(self.worker, "decode_tokens", self.prompt_tokens)
+            self._ledger._leave_prefill(self, self._account, now, seen=self.streamed)
+            self._ledger._enter_decode(self, self._account)
 
     def end(self, now: float) -> None:
         """The request is over."""
         if self.stage == Flight.ENDED:
             return
         if self.stage == Flight.PREFILL:
-            self._ledger._prefilled(self, now)
-        else:
-            self._ledger._add(self.worker, "decode_tokens", -self.prompt_tokens)
-        self.stage = Flight.ENDED
-        self._ledger._add(self.worker, "running", -1)
-        self._ledger.in_flight -= 1
+            self._ledger._leave_prefill(self, self._account, now, seen=False)
+        decoding, self.stage = self.stage == Flight.DECODE, Flight.ENDED
+        self._ledger._leave(self, self._account, decoding)
 
 
 class Ledger:
-    """In-flight accounting for a registry's workers, written straight into its ``FleetView``."""
+    """In-flight accounting for a registry's workers, written straight into its ``FleetView``.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        registry: whose workers and view.
+        on_prefill: told how long each prefill took, where both its start and its end were seen.
+
+    Attributes:
+        in_flight: requests dispatched and not yet ended, those on workers that have left included.
+    """
+
+    def __init__(self, registry: Registry, on_prefill: PrefillObserver | None = None) -> None:
         self._registry = registry
+        self._on_prefill = on_prefill
+        self._accounts: dict[Worker, _Account] = {}
+        self._presumed: list[tuple[float, int, Flight]] = []
+        self._dispatched = 0
         self.in_flight = 0
+        registry.on_change(self._on_change)
 
     def dispatch(
-        self, worker: Worker, prompt_tokens: int, uncached_tokens: int, prefill_s: float, now: float
+        self,
+        worker: Worker,
+        prompt_tokens: int,
+        uncached_tokens: int,
+        prefill_s: float,
+        now: float,
+        streamed: bool = True,
     ) -> Flight:
         """Count a request on ``worker``.
 
@@ -79,30 +133,72 @@ class Ledger:
             uncached_tokens: tokens the worker has to prefill.
             prefill_s: seconds that this is expected to take there.
             now: monotonic seconds.
+            streamed: whether the first byte comes with the first token. An answer that is not streamed comes when it
+                is complete; its prefill is taken to be done when its time is up, see ``advance``.
         """
-        flight = Flight(self, worker, prompt_tokens, uncached_tokens, prefill_s, now)
+        account = self._accounts.get(worker) or self._open(worker)
+        flight = Flight(self, account, prompt_tokens, uncached_tokens, prefill_s, now, streamed)
         self.in_flight += 1
-        row = worker.row
-        if row >= 0:
-            fleet = self._registry.fleet
-            if fleet.pending_prefill_tokens[row] <= 0:
-                fleet.prefilling_since[row] = now
-            fleet.pending_prefill_tokens[row] += uncached_tokens
-            fleet.pending_prefill_s[row] += prefill_s
-            fleet.running[row] += 1
+        if account.open:
+            state, row = self._registry.fleet.state, worker.row
+            if not account.prefilling:
+                state[_SINCE, row] = now
+                account.start_known = True
+            account.prefilling[flight] = None
+            state[_PENDING_TOKENS, row] += uncached_tokens
+            state[_PENDING_S, row] += prefill_s
+            state[_RUNNING, row] += 1
+            if not streamed:
+                self._dispatched += 1
+                done_at = max(now + prefill_s, state[_SINCE, row] + state[_PENDING_S, row])
+                heappush(self._presumed, (done_at, self._dispatched, flight))
         return flight
 
-    def _prefilled(self, flight: Flight, now: float) -> None:
-        row = flight.worker.row
-        if row < 0:
-            return
-        fleet = self._registry.fleet
-        pending = fleet.pending_prefill_tokens
-        pending[row] = max(0.0, pending[row] - flight.uncached_tokens)
-        fleet.pending_prefill_s[row] = max(0.0, fleet.pending_prefill_s[row] - flight.prefill_s)
-        fleet.prefilling_since[row] = now if pending[row] > 0 else 0.0
+    def advance(self, now: float) -> None:
+        """Move on the unstreamed requests whose prefill must be done by ``now``. Call it before a decision."""
+        while self._presumed and self._presumed[0][0] <= now:
+            heappop(self._presumed)[2].first_byte(now)
 
-    def _add(self, worker: Worker, column: str, amount: float) -> None:
-        if worker.row >= 0:
-            values = self._registry.fleet.column(column)
-            values[worker.row] = max(0.0, values[worker.row] + amount)
+    def _leave_prefill(self, flight: Flight, account: _Account, now: float, seen: bool) -> None:
+        if not account.open:
+            return
+        state, row = self._registry.fleet.state, account.worker.row
+        prefilling = account.prefilling
+        took = now - state[_SINCE, row]
+        was_head = next(iter(prefilling)) is flight
+        del prefilling[flight]
+        if seen and account.start_known and self._on_prefill is not None:
+            cached_tokens = flight.prompt_tokens - flight.uncached_tokens
+            self._on_prefill(account.worker, flight.uncached_tokens, cached_tokens, took)
+        if not prefilling:  # exact zeros, whatever rounding has left
+            state[_PENDING_TOKENS, row] = state[_PENDING_S, row] = state[_SINCE, row] = 0.0
+            return
+        state[_PENDING_TOKENS, row] -= flight.uncached_tokens
+        state[_PENDING_S, row] = max(0.0, state[_PENDING_S, row] - flight.prefill_s)
+        if seen or was_head:
+            state[_SINCE, row] = now
+            account.start_known = seen
+
+    def _enter_decode(self, flight: Flight, account: _Account) -> None:
+        if account.open:
+            self._registry.fleet.state[_DECODE_TOKENS, account.worker.row] += flight.prompt_tokens
+
+    def _leave(self, flight: Flight, account: _Account, decoding: bool) -> None:
+        self.in_flight -= 1
+        if account.open:
+            state, row = self._registry.fleet.state, account.worker.row
+            state[_RUNNING, row] -= 1
+            if decoding:
+                state[_DECODE_TOKENS, row] -= flight.prompt_tokens
+
+    def _open(self, worker: Worker) -> _Account:
+        account = _Account(worker)
+        if account.open:
+            self._accounts[worker] = account
+        return account
+
+    def _on_change(self, worker: Worker, joined: bool) -> None:
+        account = None if joined else self._accounts.pop(worker, None)
+        if account is not None:
+            account.open = False
+            account.prefilling.clear()
