@@ -1,0 +1,96 @@
+"""Which models each worker serves, as its own ``/v1/models`` says."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import msgspec
+
+from gateway.fleet.polling import FetchFailed, Poller, control_client, fetch
+from gateway.fleet.registry import Registry, Worker
+
+log = logging.getLogger("kvway.fleet")
+
+Card = dict[str, Any]
+"""One entry of ``/v1/models``, with every field the worker gave it."""
+
+_INTERVAL_S: Final = 10.0  # adapters are loaded at run time
+_RETRY_S: Final = 1.0  # a worker whose models are not known gets no requests
+_TIMEOUT_S: Final = 5.0
+
+
+class _Listing(msgspec.Struct):
+    data: list[Card]
+
+
+class ModelCards:
+    """Keeps ``worker.models`` and ``worker.model_cards`` up to date; the configuration decides which names count."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._client = control_client()
+        self._poller = Poller(registry, self._ask, "models", _INTERVAL_S, _RETRY_S)
+
+    async def start(self) -> None:
+        """Begin to ask."""
+        await self._poller.start()
+
+    async def close(self) -> None:
+        """Stop asking."""
+        await self._poller.close()
+        await self._client.aclose()
+
+    def refresh(self, worker: Worker) -> None:
+        """Ask a worker at once: it has restarted, or an adapter was loaded."""
+        self._poller.nudge(worker)
+
+    async def _ask(self, worker: Worker) -> bool:
+        try:
+            status, body = await fetch(self._client, worker, "/v1/models", _TIMEOUT_S)
+            cards = msgspec.json.decode(body, type=_Listing).data if status == 200 else []
+        except (FetchFailed, msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+        cards = [card for card in cards if isinstance(card.get("id"), str)]
+        if not cards:
+            return False
+        worker.model_cards = cards
+        models = base_models(cards)
+        if worker.config.models:
+            models = {name: models.get(name, name) for name in worker.config.models}
+        if models != worker.models:
+            worker.models = models
+            self._registry.touch()
+            log.info("worker serves", extra={"worker": worker.name, "models": list(models)})
+        return True
+
+
+def base_models(cards: list[Card]) -> dict[str, str]:
+    """Return model name → base model.
+
+    An adapter's base is its ``parent``. Cards without a parent that have the same ``root`` are names of one model; the
+    first of them is what the base model is called.
+    """
+    by_root: dict[Any, str] = {}
+    models: dict[str, str] = {}
+    for card in cards:
+        name, root, parent = card["id"], card.get("root"), card.get("parent")
+        if not isinstance(parent, str):
+            models[name] = by_root.setdefault(root, name) if isinstance(root, str) else name
+    for card in cards:
+        name, parent = card["id"], card.get("parent")
+        if isinstance(parent, str):
+            models[name] = models.get(parent, parent)
+    return models
+
+
+def merged_models(registry: Registry) -> list[Card]:
+    """Return every model that requests may name, each once: the first worker's card, whole, or a bare one."""
+    merged: dict[str, Card] = {}
+    for worker in registry.workers.values():
+        for card in worker.model_cards:
+            if card["id"] in worker.models:
+                merged.setdefault(str(card["id"]), card)
+    for name in registry.model_names():
+        merged.setdefault(name, {"id": name, "object": "model", "created": 0, "owned_by": "kvway"})
+    return list(merged.values())
