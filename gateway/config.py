@@ -144,8 +144,27 @@ class WorkerConfig(Section):
         return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
+class AnswerTimeouts(Section):
+    """How long a worker may take over an answer. Seconds; 0 switches a timeout off."""
+
+    header_s: Seconds = Field(
+        600.0, description="from sending a request to the first byte of its answer (includes queue and prefill)"
+    )
+    idle_s: Seconds = Field(300.0, description="between two reads of a response body")
+    total_s: Seconds = Field(0.0, description="whole request")
+
+
+class TimeoutsConfig(AnswerTimeouts):
+    """Seconds; 0 switches a timeout off."""
+
+    connect_s: Seconds = Field(2.0, description="until a connection to a worker stands")
+    client_s: Seconds = Field(
+        60.0, description="without progress on the client's side: a request half sent, or an answer not read"
+    )
+
+
 class ModelConfig(Section):
-    """How prompts of one model become tokens."""
+    """How prompts of one model become tokens, and how long its requests may take."""
 
     tokenizer: OnDisk | None = Field(
         None, description="directory with tokenizer.json (and chat template), or the file itself"
@@ -156,6 +175,7 @@ class ModelConfig(Section):
         description="tokens from the local tokenizer, the engine's /tokenize, or approximate chunks of bytes; "
         "auto takes the tokenizer where there is one, else bytes",
     )
+    timeouts: AnswerTimeouts | None = Field(None, description="instead of the top-level ones, for this model")
 
 
 class PromptConfig(Section):
@@ -195,17 +215,6 @@ class PolicyConfig(Section):
         except PolicyError as error:
             raise ValueError(str(error)) from None
         return self
-
-
-class TimeoutsConfig(Section):
-    """Seconds; 0 switches a timeout off."""
-
-    connect_s: Seconds = Field(2.0, description="until a connection to a worker stands")
-    header_s: Seconds = Field(
-        600.0, description="from sending a request to the response head (includes queue and prefill)"
-    )
-    idle_s: Seconds = Field(300.0, description="between two reads of a response body")
-    total_s: Seconds = Field(0.0, description="whole request")
 
 
 class RetryConfig(Section):

@@ -3,6 +3,7 @@
     GatewayError
     ├── BadRequest            400  the request cannot be understood
     │   ├── TooLarge          413  a configured limit was exceeded; the message names it
+    │   │   └── HeadTooLarge  431
     │   └── UnknownModel      404
     ├── Unauthorized          401
     ├── Saturated             429  with Retry-After
@@ -58,6 +59,12 @@ class TooLarge(BadRequest):
 
     status = 413
     code = "request_too_large"
+
+
+class HeadTooLarge(TooLarge):
+    """431: the request line and the headers together are too long."""
+
+    status = 431
 
 
 class UnknownModel(BadRequest):
