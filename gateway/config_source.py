@@ -137,7 +137,7 @@ def _plain(kind: str, message: str, value: object) -> str:
     elif kind == "tuple_type":
         message = "must be a list"
     got = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else _shortened(repr(value))
-    return f"{message.replace('Input should be', 'must be')}, not {got}"
+    return f"{message.replace('Input should', 'must').replace('String should', 'must')}, not {got}"
 
 
 def _right_key(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:
