@@ -31,6 +31,8 @@ class ModelCards:
         self._registry = registry
         self._client = control_client()
         self._poller = Poller(registry, self._ask, "models", _INTERVAL_S, _RETRY_S)
+        self._silent: set[Worker] = set()  # told in the log, once
+        registry.on_change(lambda worker, _: self._silent.discard(worker))
 
     async def start(self) -> None:
         """Begin to ask."""
@@ -48,12 +50,15 @@ class ModelCards:
     async def _ask(self, worker: Worker) -> bool:
         try:
             status, body = await fetch(self._client, worker, "/v1/models", _TIMEOUT_S)
-            cards = msgspec.json.decode(body, type=_Listing).data if status == 200 else []
-        except (FetchFailed, msgspec.MsgspecError, UnicodeDecodeError):
+        except FetchFailed:
             return False
-        cards = [card for card in cards if isinstance(card.get("id"), str)]
+        cards = _cards_in(body) if status == 200 else []
         if not cards:
+            if worker not in self._silent:
+                self._silent.add(worker)
+                log.warning("worker does not list its models", extra={"worker": worker.name, "status": status})
             return False
+        self._silent.discard(worker)
         worker.model_cards = cards
         models = base_models(cards)
         if worker.config.models:
@@ -63,6 +68,14 @@ class ModelCards:
             self._registry.touch()
             log.info("worker serves", extra={"worker": worker.name, "models": list(models)})
         return True
+
+
+def _cards_in(body: bytes) -> list[Card]:
+    try:
+        cards = msgspec.json.decode(body, type=_Listing).data
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return []
+    return [card for card in cards if isinstance(card.get("id"), str)]
 
 
 def base_models(cards: list[Card]) -> dict[str, str]:
