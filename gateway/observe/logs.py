@@ -15,7 +15,7 @@ from gateway.config import LogConfig
 from gateway.observe.record import RequestRecord
 
 _MAX_PATH: Final = 256
-_SECRET: Final = re.compile(r"(://[^:@/\s]*):[^@/\s]*@|\b(bearer\s+)\S+|\bsk-[\w-]{8,}", re.IGNORECASE)
+_SECRET: Final = re.compile(r"(://[^:@/\s]*:)[^@/\s]*(?=@)|\b(bearer\s+)\S+|\bsk-[\w-]{8,}", re.IGNORECASE)
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 
@@ -188,6 +188,4 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _without_secrets(text: str) -> str:
-    return _SECRET.sub(
-        lambda match: f"{match[1] or match[2] or ''}{':' if match[1] else ''}***{'@' if match[1] else ''}", text
-    )
+    return _SECRET.sub(lambda match: f"{match[1] or match[2] or ''}***", text)
