@@ -1,0 +1,150 @@
+"""An answer on its way to the client: a worker's bytes as they are, or one error of our own."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Protocol
+
+from gateway.errors import GatewayError
+from gateway.relay.chunked import LAST_CHUNK, Dechunker, chunk
+from gateway.relay.head import Framing, RequestHead, ResponseHead
+from gateway.relay.sse import UsageReader, ends_event, error_event
+from gateway.relay.upstream import Upstream
+
+
+class Client(Protocol):
+    """The client's connection, as the relay sees it."""
+
+    @property
+    def write_paused(self) -> bool:
+        """Whether the client reads more slowly than its worker writes."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Send bytes."""
+        ...
+
+    def reset(self) -> None:
+        """Break the connection, so that a cut body cannot be taken for a whole one."""
+        ...
+
+
+class Answer:
+    """What one request is answered with.
+
+    Args:
+        client: where it goes.
+        request: what it answers.
+
+    Attributes:
+        started: bytes of it have been sent: whatever happens now, there is no other answer.
+        keep_alive: whether the client's connection may carry another request afterwards.
+        status: the status that was sent, 0 until then.
+        usage: token counts seen in the body, None where it has none to see.
+        moved: set whenever body bytes pass; whoever looks for standstill clears it.
+    """
+
+    __slots__ = (
+        "_client",
+        "_dechunked",
+        "_head",
+        "_last_payload",
+        "_request",
+        "_write",
+        "keep_alive",
+        "moved",
+        "started",
+        "status",
+        "usage",
+    )
+
+    def __init__(self, client: Client, request: RequestHead) -> None:
+        self._client = client
+        self._request = request
+        self._write = client.write
+        self._head: ResponseHead | None = None
+        self._dechunked = False
+        self._last_payload = b""
+        self.started = False
+        self.keep_alive = request.keep_alive
+        self.status = 0
+        self.usage: UsageReader | None = None
+        self.moved = False
+
+    def announce(self, head: ResponseHead) -> None:
+        """Note a worker's head, which is not sent before ``begin``; a later worker's replaces it."""
+        self._head = head
+        self.usage = UsageReader() if head.may_report_usage else None
+
+    def read(self, payload: bytes) -> None:
+        """Look at a piece of the body."""
+        self._last_payload = payload
+        if self.usage is not None:
+            self.usage.feed(payload)
+
+    def begin(self, added: bytes, data: bytes) -> None:
+        """Send the announced head and the first bytes of the body.
+
+        Args:
+            added: header lines of our own, each with its CRLF.
+            data: the body so far, with its framing; empty for a response without one.
+        """
+        head = self._head
+        assert head is not None, "a head was announced"
+        self.started = True
+        self.status = head.status
+        self._dechunked = self._request.http10 and head.framing is Framing.CHUNKED
+        if head.framing is Framing.UNTIL_CLOSE:
+            self.keep_alive = False
+        if not self.keep_alive:
+            added += b"connection: close\r\n"
+        raw_head = head.for_client(added, self._dechunked)
+        if self._dechunked:
+            self._client.write(raw_head)
+            self._write = Dechunker(self._client.write).feed
+            self._write(data)
+        else:
+            self._client.write(raw_head + data)
+
+    def pass_on(self, data: bytes) -> None:
+        """Send the next bytes of the body."""
+        self.moved = True
+        self._write(data)
+
+    def cut(self, error: GatewayError, upstream: Upstream) -> None:
+        """End an answer whose worker will not: a stream with an error event, anything else with a reset.
+
+        Args:
+            error: what the event says.
+            upstream: the connection that brought the answer so far.
+        """
+        assert self._head is not None, "only an answer that began can be cut"
+        framing = self._head.framing
+        if not self._head.is_event_stream or framing in (Framing.LENGTH, Framing.NONE):
+            self._client.reset()
+            return
+        event = error_event(error.body(), mid_event=not ends_event(self._last_payload))
+        if self._dechunked or framing is Framing.UNTIL_CLOSE:
+            self._client.write(event)
+        elif (filling := upstream.filling()) is not None:
+            self._client.write(filling + chunk(event) + LAST_CHUNK)
+        else:
+            self._client.reset()
+
+    def refuse(self, error: GatewayError) -> None:
+        """Send an error of our own instead of an answer."""
+        self.started = True
+        self.status = error.status
+        body = error.body()
+        lines = [
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            f"x-request-id: {self._request.request_id}",
+        ]
+        if error.retry_after_s is not None:
+            lines.append(f"retry-after: {max(1, round(error.retry_after_s))}")
+        if not self.keep_alive:
+            lines.append("connection: close")
+        head = "\r\n".join((*lines, "", "")).encode("latin-1")
+        self._client.write(head if self._request.method == b"HEAD" else head + body)

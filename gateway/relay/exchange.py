@@ -1,0 +1,406 @@
+"""One request's life: admit, route, forward, retry, account.
+
+``Exchange.run`` tells it in order. While an attempt is under way the coroutine waits, and the ``on_upstream_…`` methods
+take the answer's bytes from the worker's connection to the client's.
+
+The head of an answer is held until the first byte of its body: engines send it before they begin to prefill, and until
+a byte has reached the client the request can still go to another worker. After that byte there is no second answer: a
+stream whose worker dies ends with one error event, anything else with a connection that is reset.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import monotonic
+from typing import Final, Protocol
+
+from gateway.config import AnswerTimeouts
+from gateway.errors import GatewayError, NoWorker, UpstreamError, UpstreamTimeout
+from gateway.fleet.registry import Worker
+from gateway.observe.record import Outcome, RequestRecord
+from gateway.relay import answer
+from gateway.relay.answer import Answer
+from gateway.relay.head import RequestHead, ResponseHead
+from gateway.relay.retry import (
+    REFUSED_STATUSES,
+    RETRYABLE_STATUSES,
+    Failure,
+    FailureKind,
+    backoff_s,
+    is_repeatable,
+)
+from gateway.relay.route import Plan, Route, dispatch, has_others, make_plan
+from gateway.relay.services import Services
+from gateway.relay.upstream import ConnectFailed, Upstream, WorkerPool
+
+__all__ = ["Client", "Exchange", "Services"]
+
+log = logging.getLogger("kvway.relay")
+
+_HELD_BYTES: Final = 64 * 1024
+"""A worker's error answer up to this size is kept while other workers are tried."""
+
+
+class Client(answer.Client, Protocol):
+    """The client's connection, as an exchange sees it."""
+
+    def exchange_ended(self, exchange: Exchange) -> None:
+        """The exchange is over and accounted for."""
+        ...
+
+
+class Exchange:
+    """One request and its answer.
+
+    Args:
+        services: the other rooms.
+        client: where the request came from.
+        head: its head.
+        refusal: for what is no valid request: the error it is answered with.
+
+    Attributes:
+        head: the request's head.
+        body: its body, complete before ``run``.
+        answer: what the client gets.
+        task: what drives ``run``.
+    """
+
+    __slots__ = (
+        "_client",
+        "_collected",
+        "_ending",
+        "_held",
+        "_moved_at",
+        "_outcome",
+        "_record",
+        "_refusal",
+        "_repeatable",
+        "_response",
+        "_route",
+        "_sent_at",
+        "_services",
+        "_timeouts",
+        "_upstream",
+        "answer",
+        "body",
+        "head",
+        "task",
+    )
+
+    def __init__(
+        self, services: Services, client: Client, head: RequestHead, refusal: GatewayError | None = None
+    ) -> None:
+        self._services = services
+        self._client = client
+        self._timeouts: AnswerTimeouts = services.config.timeouts
+        self._refusal = refusal
+        self._repeatable = is_repeatable(head.method, head.path)
+        self._record = RequestRecord(head.request_id, head.path, 0.0)
+        self._ending: GatewayError | Outcome | None = None  # why ``task`` was cancelled
+        self.head = head
+        self.body = b""
+        self.answer = Answer(client, head)
+        self.task: asyncio.Task[None] | None = None
+        # The attempt under way.
+        self._route: Route | None = None
+        self._upstream: Upstream | None = None
+        self._outcome: asyncio.Future[Failure | None] | None = None
+        self._response: ResponseHead | None = None
+        self._collected: bytes | None = None  # body so far of an error answer that another worker may better
+        self._held: tuple[ResponseHead, bytes] | None = None  # the last such answer, whole
+        self._sent_at = 0.0
+        self._moved_at = 0.0
+
+    async def run(self) -> None:
+        """Answer the request, whatever happens."""
+        self._record.received_at = monotonic()
+        try:
+            if self._refusal is not None:
+                raise self._refusal
+            self._services.budget.earn()
+            plan = await make_plan(self._services, self.head, self.body)
+            self._admit(plan)
+            await self._forward(plan)
+        except GatewayError as error:
+            self._fail(error)
+        except asyncio.CancelledError:
+            self._interrupted()
+        except Exception:
+            log.exception("request %s failed inside the gateway", self.head.request_id)
+            self._fail(GatewayError("The gateway failed to handle this request."))
+        finally:
+            self._account()
+
+    def _admit(self, plan: Plan) -> None:
+        self._record.stream = plan.streamed
+        if plan.model is not None:
+            self._record.model = plan.model
+            self._timeouts = self._services.config.model_config_for(plan.model).timeouts or self._timeouts
+        if plan.request is not None:
+            self._record.prompt_tokens = plan.request.prompt_tokens
+
+    async def _forward(self, plan: Plan) -> None:
+        """Try workers until one answers.
+
+        Raises:
+            GatewayError: none did, and none left an error of its own to pass on.
+        """
+        services = self._services
+        tried: list[Worker] = []
+        while True:
+            self._take(await dispatch(services, plan, tried))
+            failure = await self._attempt()
+            if failure is None:
+                return
+            worker = self._leave()
+            if failure.kind.blames_worker:
+                services.health.failed(worker, failure.kind)
+            tried.append(worker)
+            delay_s = self._retry_delay_s(plan, tried, failure)
+            if delay_s is None:
+                break
+            services.observer.retried(worker.name, failure.kind)
+            await asyncio.sleep(delay_s)
+        if self._held is not None:
+            self._response, body = self._held
+            self.answer.announce(self._response)
+            self._begin(body)
+            return
+        error = UpstreamTimeout if failure.kind is FailureKind.TIMEOUT else UpstreamError
+        raise error(f"Worker {worker.name} {failure.detail}; {len(tried)} attempts were made.")
+
+    def _take(self, route: Route) -> None:
+        record = self._record
+        record.routed_at = monotonic()
+        record.attempts += 1
+        record.worker = route.worker.name
+        record.reason = route.reason
+        record.predicted_hit_tokens = route.hit_tokens
+        self._route = route
+
+    def _leave(self) -> Worker:
+        """End the request's stay on its worker and return that worker."""
+        route = self._route
+        assert route is not None
+        self._route = None
+        route.flight.end(monotonic())
+        if route.speculation is not None:
+            route.speculation.cancel()
+        return route.worker
+
+    async def _attempt(self) -> Failure | None:
+        """Send the request to its worker and see the answer through; None where the client has got one."""
+        assert self._route is not None
+        pool = self._services.upstream.of(self._route.worker)
+        # A request that must not run twice never meets the keep-alive race: it gets a connection of its own.
+        fresh = not self._repeatable
+        while True:
+            upstream = None if fresh else pool.take()
+            if upstream is None:
+                try:
+                    upstream = await pool.connect()
+                except ConnectFailed as error:
+                    return Failure(FailureKind.CONNECT, str(error))
+            failure = await self._ask(upstream, pool)
+            if failure is None or failure.kind is not FailureKind.STALE:
+                return failure
+            fresh = True
+
+    async def _ask(self, upstream: Upstream, pool: WorkerPool) -> Failure | None:
+        self._upstream = upstream
+        self._outcome = asyncio.get_running_loop().create_future()
+        self._sent_at = monotonic()
+        head = self.head
+        upstream.send(self, head.for_worker(pool.host, len(self.body)), self.body, head.method == b"HEAD")
+        return await self._outcome
+
+    def _retry_delay_s(self, plan: Plan, tried: list[Worker], failure: Failure) -> float | None:
+        """Return how long to wait before another attempt, None where there is to be none."""
+        config = self._services.config.retries
+        if len(tried) >= config.max_attempts:
+            return None
+        if not self._repeatable and failure.kind is not FailureKind.CONNECT:
+            return None
+        delay_s = backoff_s(config, len(tried))
+        if not has_others(self._services, plan, tried):
+            if failure.retry_after_s > config.backoff_max_s:
+                return None
+            delay_s = max(delay_s, failure.retry_after_s)
+        return delay_s if self._services.budget.spend(monotonic()) else None
+
+    # The answer's way from the worker to the client
+
+    def on_upstream_head(self, head: ResponseHead) -> None:
+        """The worker's response head: nothing is sent yet."""
+        self._response = head
+        self.answer.announce(head)
+        if self._repeatable and head.status in RETRYABLE_STATUSES:
+            self._collected = b""
+
+    def on_upstream_payload(self, payload: bytes) -> None:
+        """The same without framing, to be looked at."""
+        self.answer.read(payload)
+
+    def on_upstream_data(self, data: bytes) -> None:
+        """Bytes of the body."""
+        if self.answer.started:
+            self.answer.pass_on(data)
+        elif self._collected is None:
+            self._begin(data)
+        else:
+            self._collected += data
+            if len(self._collected) > _HELD_BYTES:  # too much to keep: it is the answer
+                data, self._collected = self._collected, None
+                self._begin(data)
+
+    def on_upstream_end(self) -> None:
+        """The response is complete."""
+        self._upstream = None
+        response = self._response
+        assert response is not None
+        if self._collected is not None:
+            self._held = (response, self._collected)
+            self._collected = None
+            kind = FailureKind.REFUSED if response.status in REFUSED_STATUSES else FailureKind.BROKEN
+            self._resolve(Failure(kind, f"answered {response.status}", response.retry_after_s))
+            return
+        if not self.answer.started:
+            self._begin(b"")
+        assert self._route is not None
+        if response.status < 500:
+            self._services.health.succeeded(self._route.worker)
+        elif response.status not in REFUSED_STATUSES:
+            self._services.health.failed(self._route.worker, FailureKind.BROKEN)
+        self._resolve(None)
+
+    def on_upstream_lost(self, failure: Failure) -> None:
+        """The response ended before it was complete."""
+        self._collected = None
+        if self.answer.started:
+            self._cut(failure)
+        else:
+            self._upstream = None
+            self._resolve(failure)
+
+    def _begin(self, data: bytes) -> None:
+        """Send head and first bytes: from here on the client has its answer."""
+        response, record = self._response, self._record
+        assert response is not None
+        now = monotonic()
+        record.first_byte_at = self._moved_at = now
+        record.status = response.status
+        record.stream = record.stream or response.is_event_stream
+        if self._route is not None:
+            self._route.flight.first_byte(now)
+            if self._route.speculation is not None and response.status < 400:
+                self._route.speculation.settle(now)
+                self._route.speculation = None
+        self.body = b""  # nobody needs it any more, and streams live long
+        self.answer.begin(self._added_headers(), data)
+        if self._client.write_paused:
+            self.pause()
+
+    def _added_headers(self) -> bytes:
+        record = self._record
+        lines = f"x-request-id: {record.request_id}\r\n"
+        if self._services.config.server.decision_headers:
+            lines += (
+                f"x-kvway-worker: {record.worker}\r\nx-kvway-predicted-hit-tokens: {record.predicted_hit_tokens}\r\n"
+            )
+        return lines.encode("latin-1", "replace")
+
+    # How it can end before its time
+
+    def on_client_gone(self) -> None:
+        """The client has left: the worker is told at once, and nobody is blamed."""
+        self._interrupt(Outcome.CLIENT_GONE)
+
+    def sweep(self, now: float) -> None:
+        """Act on timeouts; ``now`` is monotonic seconds."""
+        timeouts = self._timeouts
+        if timeouts.total_s and now - self._record.received_at >= timeouts.total_s:
+            self._interrupt(UpstreamTimeout(f"The request took longer than {timeouts.total_s:g} s (timeouts.total_s)."))
+        elif self._upstream is None:
+            return
+        elif not self.answer.started:
+            if timeouts.header_s and now - self._sent_at >= timeouts.header_s:
+                self._expire(Failure(FailureKind.TIMEOUT, f"sent no byte within {timeouts.header_s:g} s"))
+        elif self.answer.moved or self._client.write_paused:
+            self.answer.moved = False
+            self._moved_at = now
+        elif timeouts.idle_s and now - self._moved_at >= timeouts.idle_s:
+            self._cut(Failure(FailureKind.TIMEOUT, f"sent nothing for {timeouts.idle_s:g} s"))
+
+    def pause(self) -> None:
+        """The client does not keep up: stop reading from the worker."""
+        if self._upstream is not None:
+            self._upstream.pause()
+
+    def resume(self) -> None:
+        """It does again."""
+        if self._upstream is not None:
+            self._upstream.resume()
+
+    def _interrupt(self, reason: GatewayError | Outcome) -> None:
+        if self._ending is None and self.task is not None:
+            self._ending = reason
+            self.task.cancel()
+
+    def _interrupted(self) -> None:
+        if self.answer.started and self._upstream is None:
+            return  # the answer was complete before the interruption reached it
+        if self._ending is Outcome.CLIENT_GONE:
+            self._record.outcome = Outcome.CLIENT_GONE
+            self._drop_upstream()
+            return
+        shutdown = NoWorker("The gateway is shutting down; send the request again.", retry_after_s=1)
+        self._fail(self._ending if isinstance(self._ending, GatewayError) else shutdown)
+
+    def _expire(self, failure: Failure) -> None:
+        self._drop_upstream()
+        self._collected = None
+        self._resolve(failure)
+
+    def _cut(self, failure: Failure) -> None:
+        """End an answer that its worker will not end."""
+        assert self._route is not None
+        self._services.health.failed(self._route.worker, failure.kind)
+        self._fail(UpstreamError(f"Worker {self._route.worker.name} {failure.detail} after its answer had begun."))
+        self._resolve(None)
+
+    def _fail(self, error: GatewayError) -> None:
+        """End with an error of our own, in the form that what was sent so far allows."""
+        record = self._record
+        if not self.answer.started:
+            self.answer.refuse(error)
+            record.outcome = Outcome.UPSTREAM_FAILED if isinstance(error, UpstreamError) else Outcome.REJECTED
+        elif self._upstream is not None:
+            self.answer.cut(error, self._upstream)
+            record.outcome = Outcome.CUT
+        self._drop_upstream()
+        record.status = self.answer.status
+        record.reason = error.code or error.type
+
+    def _drop_upstream(self) -> None:
+        if self._upstream is not None:
+            self._upstream.abort()
+            self._upstream = None
+
+    def _resolve(self, failure: Failure | None) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(failure)
+
+    def _account(self) -> None:
+        record, usage = self._record, self.answer.usage
+        record.ended_at = monotonic()
+        if usage is not None:
+            record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+            record.cached_tokens = usage.cached_tokens
+            record.output_tokens = usage.output_tokens
+        if self._route is not None:
+            self._leave()
+        try:
+            self._services.observer.finish(record)
+        finally:
+            self._client.exchange_ended(self)

@@ -1,0 +1,268 @@
+"""HTTP/1.1 heads: which headers pass on, which end here, and what is too ambiguous to forward.
+
+llhttp has read the head before anything here sees it, and has refused bare LF, folded lines, blanks before a colon,
+doubled or non-numeric Content-Length, and Content-Length beside Transfer-Encoding. What it accepts and a proxy must not
+is refused here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from random import getrandbits
+from typing import Final
+
+from gateway.errors import BadRequest
+
+Header = tuple[bytes, bytes]
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        b"connection",
+        b"http2-settings",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"upgrade",
+    }
+)
+_WRITTEN_BY_US: Final = frozenset(
+    {b"content-length", b"expect", b"host", b"trailer", b"transfer-encoding", b"x-request-id"}
+)
+_READ_FROM_REQUEST: Final = _HOP_BY_HOP | _WRITTEN_BY_US
+_DROPPED_FROM_RESPONSE: Final = _HOP_BY_HOP | {b"x-request-id"}
+_INTERNAL: Final = b"x-kvway-"
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_DOT_SEGMENT: Final = re.compile(r"/(\.|%2e){1,2}(/|$)", re.IGNORECASE)
+_ABSOLUTE_FORM: Final = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class RequestHead:
+    """A request's head, as far as forwarding it needs it.
+
+    Attributes:
+        method: as the client wrote it.
+        target: path and query, raw.
+        path: the target without its query.
+        fields: the header lines that go on to the worker, each with its CRLF.
+        content_length: announced body length, 0 where there is none, None for a chunked body.
+        request_id: the client's X-Request-Id, or a new one.
+        keep_alive: whether the client's connection outlives the response.
+        http10: the client speaks HTTP/1.0 and cannot read chunked bodies.
+        expects_continue: the client waits for ``100 Continue`` before it sends the body.
+    """
+
+    method: bytes = b""
+    target: bytes = b""
+    path: str = ""
+    fields: bytes = b""
+    content_length: int | None = 0
+    request_id: str = ""
+    keep_alive: bool = False
+    http10: bool = False
+    expects_continue: bool = False
+
+    def for_worker(self, host: bytes, body_length: int) -> bytes:
+        """Return the head to send to the worker at ``host``, with a body of ``body_length`` bytes."""
+        lines = [self.method, b" ", self.target, b" HTTP/1.1\r\nhost: ", host, b"\r\n", self.fields]
+        if body_length or self.content_length is None or self.method in (b"POST", b"PUT", b"PATCH"):
+            lines.append(b"content-length: %d\r\n" % body_length)
+        lines += (b"x-request-id: ", self.request_id.encode(), b"\r\n\r\n")
+        return b"".join(lines)
+
+
+def read_request_head(
+    method: bytes, target: bytes, version: str, headers: list[Header], keep_alive: bool
+) -> RequestHead:
+    """Read a head that llhttp has accepted.
+
+    Args:
+        method: as the client wrote it.
+        target: in origin form.
+        version: ``1.1``, or what else the client claims to speak.
+        headers: names in lower case.
+        keep_alive: whether the client's connection may outlive the response.
+
+    Raises:
+        BadRequest: the head could mean one thing to us and another to the worker.
+    """
+    kept: list[bytes] = []
+    read: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in _READ_FROM_REQUEST:
+            read[name] = read[name] + b"," + value if name in read else value
+        elif not name.startswith(_INTERNAL):
+            kept += (name, b": ", value, b"\r\n")
+    http10 = version == "1.0"
+    if nominated := _nominated(read.get(b"connection")):
+        kept = [b"%b: %b\r\n" % header for header in headers if _passes_on(header[0], nominated)]
+    content_length: int | None = int(read.get(b"content-length", 0))
+    if (coding := read.get(b"transfer-encoding")) is not None:
+        _check_transfer_coding(coding, http10)
+        content_length = None
+    _check_host(read.get(b"host"), version)
+    request_id = read.get(b"x-request-id", b"").strip()
+    return RequestHead(
+        method=method,
+        target=target,
+        path=_path(target),
+        fields=b"".join(kept),
+        content_length=content_length,
+        request_id=request_id.decode("ascii") if _REQUEST_ID.fullmatch(request_id) else new_request_id(),
+        keep_alive=keep_alive and not http10,
+        http10=http10,
+        expects_continue=not http10 and read.get(b"expect", b"").strip().lower() == b"100-continue",
+    )
+
+
+def new_request_id() -> str:
+    """Return a random id of 32 hex digits."""
+    return f"{getrandbits(128):032x}"
+
+
+def _passes_on(name: bytes, nominated: set[bytes]) -> bool:
+    return name not in _READ_FROM_REQUEST and name not in nominated and not name.startswith(_INTERNAL)
+
+
+def _nominated(connection: bytes | None) -> set[bytes]:
+    """Return the headers that ``Connection`` declares to be for the next hop only."""
+    if connection is None:
+        return set()
+    return {token.strip().lower() for token in connection.split(b",")} - {b"keep-alive", b"close", b"upgrade", b""}
+
+
+def _check_transfer_coding(coding: bytes, http10: bool) -> None:
+    if http10:
+        raise BadRequest("Transfer-Encoding is not part of HTTP/1.0; send Content-Length.")
+    if coding.strip().lower() != b"chunked":
+        raise BadRequest(f"Transfer-Encoding {coding.decode('latin-1')!r} is not supported; use 'chunked'.")
+
+
+def _check_host(host: bytes | None, version: str) -> None:
+    if version not in ("1.0", "1.1"):
+        raise BadRequest(f"HTTP/{version} is not spoken here; use HTTP/1.1.")
+    if host is None and version == "1.1":
+        raise BadRequest("The Host header is missing.")
+    if host is not None and b"," in host:
+        raise BadRequest("There is more than one Host header.")
+
+
+def origin_form(target: bytes) -> bytes:
+    """Return a request target as path and query, without scheme and authority.
+
+    Raises:
+        BadRequest: it has no path: ``*``, or the authority of a CONNECT.
+    """
+    if target.startswith(b"/"):
+        return target
+    path, absolute = _ABSOLUTE_FORM.subn(b"", target, count=1)
+    if not absolute or not path.startswith(b"/"):
+        raise BadRequest(f"The request target {target[:200].decode('latin-1')!r} is not a path.")
+    return path
+
+
+def _path(target: bytes) -> str:
+    """Return the path of a target.
+
+    Raises:
+        BadRequest: a fragment, or a path that a worker may read as another one.
+    """
+    path = target.partition(b"?")[0].decode("ascii", "replace")
+    if b"#" in target or (("/." in path or "%2" in path) and _DOT_SEGMENT.search(path)):
+        raise BadRequest(f"The request target {path[:200]!r} contains a fragment or a dot segment.")
+    return path
+
+
+class Framing(Enum):
+    """How the end of a response's body is found."""
+
+    NONE = "none"  # the response has no body
+    LENGTH = "length"
+    CHUNKED = "chunked"
+    UNTIL_CLOSE = "until-close"
+
+
+@dataclass(slots=True)
+class ResponseHead:
+    """A worker's response head.
+
+    Attributes:
+        status: HTTP status.
+        raw: the head's bytes, up to and including the empty line.
+        fields: values by lower-case name; of repeated headers the last.
+        framing: how the body ends.
+    """
+
+    status: int
+    raw: bytes
+    fields: dict[bytes, bytes]
+    framing: Framing
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a readable SSE stream."""
+        content_type = self.fields.get(b"content-type", b"")
+        return content_type.lower().startswith(b"text/event-stream") and b"content-encoding" not in self.fields
+
+    @property
+    def may_report_usage(self) -> bool:
+        """Whether the body is JSON or an event stream that can be read in passing."""
+        content_type = self.fields.get(b"content-type", b"").lower()
+        return content_type.startswith((b"application/json", b"text/event-stream")) and (
+            b"content-encoding" not in self.fields
+        )
+
+    @property
+    def retry_after_s(self) -> float:
+        """``Retry-After`` in seconds; 0 where it is absent or a date."""
+        value = self.fields.get(b"retry-after", b"")
+        return float(value) if value.isdigit() else 0.0
+
+    def for_client(self, added: bytes, dechunked: bool = False) -> bytes:
+        """Return the head to send to the client: the worker's lines as they came, hop-by-hop ones left out.
+
+        Args:
+            added: our own header lines, each with its CRLF.
+            dechunked: the body is sent without its chunked framing.
+        """
+        dropped = _DROPPED_FROM_RESPONSE | {b"transfer-encoding", b"trailer"} if dechunked else _DROPPED_FROM_RESPONSE
+        if dropped.isdisjoint(self.fields):
+            return b"".join((b"HTTP/1.1", self.raw[8:-2], added, b"\r\n"))
+        dropped |= _nominated(self.fields.get(b"connection"))
+        status_line, *lines = self.raw[:-4].split(b"\r\n")
+        kept = [line for line in lines if line.partition(b":")[0].lower() not in dropped]
+        return b"\r\n".join((b"HTTP/1.1" + status_line[8:], *kept, added + b"\r\n"))
+
+
+def read_response_head(raw: bytes, status: int, to_head_request: bool) -> ResponseHead:
+    """Read a response head that llhttp has accepted.
+
+    Args:
+        raw: the head's bytes, up to and including the empty line.
+        status: its status.
+        to_head_request: it answers a HEAD request, so no body follows whatever it announces.
+    """
+    lines = iter(raw[:-4].split(b"\r\n"))
+    next(lines)
+    fields = _fields(lines)
+    if to_head_request or status in (204, 304):
+        framing = Framing.NONE
+    elif (coding := fields.get(b"transfer-encoding")) is not None:
+        framing = Framing.CHUNKED if coding.lower().endswith(b"chunked") else Framing.UNTIL_CLOSE
+    else:
+        framing = Framing.LENGTH if b"content-length" in fields else Framing.UNTIL_CLOSE
+    return ResponseHead(status, raw, fields, framing)
+
+
+def _fields(lines: Iterable[bytes]) -> dict[bytes, bytes]:
+    fields = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        fields[name.lower()] = value.strip()
+    return fields

@@ -1,0 +1,228 @@
+"""The routing step: from a request's body to a worker, with the request counted there.
+
+A plan is made once per request; every attempt dispatches by it, leaving out the workers that were tried. What cannot
+be known (no tokens, no index, a policy that fails) makes the choice poorer, never the request fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import count
+from random import random
+from time import monotonic
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from gateway.errors import BadRequest, GatewayError, NoWorker
+from gateway.fleet.ledger import Flight
+from gateway.fleet.registry import Candidates, Registry, State, Worker
+from gateway.index.base import Speculation
+from gateway.prompt.request import InferenceRequest, parse_request
+from gateway.relay.head import RequestHead
+from gateway.relay.services import Services
+from policies.base import COLUMNS, Decision, FleetView, Residency, RoutingRequest
+
+log = logging.getLogger("kvway.relay")
+
+PROMPT_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Requests whose prompt is read and whose worker is chosen by what it has cached."""
+
+_DEFAULT_OUTPUT_TOKENS: Final = 256
+_RUNNING: Final = COLUMNS.index("running")
+_PREFILL_A, _PREFILL_B, _PREFILL_C = (COLUMNS.index(f"prefill_{term}_s") for term in "abc")
+
+_FORM_FIELD_SPAN: Final = 4096
+"""Where a multipart form's ``model`` field is looked for: this much of its beginning and of its end."""
+_FORM_MODEL: Final = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
+
+_subset_versions = count(-1, -1)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is known of a request before a worker is chosen.
+
+    Attributes:
+        model: the name the client used, and some worker serves; None where the request names none.
+        streamed: whether the answer comes token by token.
+        request: what the policy sees; None for requests that go by load alone.
+    """
+
+    model: str | None = None
+    streamed: bool = False
+    request: RoutingRequest | None = None
+
+
+@dataclass(slots=True)
+class Route:
+    """A worker chosen, and the request counted on it.
+
+    Attributes:
+        worker: where the request goes.
+        flight: its entry in the ledger.
+        speculation: its prompt's entry in the index, where it has one.
+        hit_tokens: prompt tokens the worker is believed to have cached.
+        reason: the decision's reason.
+    """
+
+    worker: Worker
+    flight: Flight
+    speculation: Speculation | None = None
+    hit_tokens: int = 0
+    reason: str = "load"
+
+
+async def make_plan(services: Services, head: RequestHead, body: bytes) -> Plan:
+    """Read what routing needs from a request.
+
+    Raises:
+        GatewayError: the body is not a valid request, its model is not served, or no worker is there to serve it.
+    """
+    if head.path not in PROMPT_PATHS or head.method != b"POST":
+        model = _named_model(body) if body else None
+        if model is not None:
+            services.registry.candidates(model)  # raises for a model nobody serves
+        return Plan(model)
+    request = parse_request(head.path, body)
+    model = request.model or _only_model(services.registry)
+    candidates = services.registry.candidates(model)
+    routing_request = await _routing_request(services, request, candidates, len(body))
+    return Plan(model, bool(request.stream), routing_request)
+
+
+async def _routing_request(
+    services: Services, request: InferenceRequest, candidates: Candidates, body_bytes: int
+) -> RoutingRequest:
+    config = services.config.prompt
+    try:
+        prompt = await services.prompts.prompt(request, candidates)
+        tokens, chunks = prompt.tokens, prompt.chunks
+    except GatewayError:
+        raise
+    except Exception:
+        log.exception("a prompt could not be prepared; its request goes by load")
+        tokens, chunks = int(body_bytes / config.bytes_per_token), []
+    return RoutingRequest(
+        model=candidates.model,
+        prompt_tokens=tokens,
+        chunks=chunks,
+        chunk_tokens=config.chunk_tokens,
+        output_tokens=request.max_tokens or _DEFAULT_OUTPUT_TOKENS,
+        session=request.session,
+    )
+
+
+def _only_model(registry: Registry) -> str:
+    """Return the model a request means that names none: the only one there is."""
+    models = {base for worker in registry.workers.values() for base in worker.models.values()}
+    if len(models) > 1:
+        raise BadRequest("The field 'model' is missing, and more than one model is served here.", param="model")
+    return next(iter(models), "")
+
+
+def has_others(services: Services, plan: Plan, tried: Collection[Worker]) -> bool:
+    """Return whether a worker that was not tried yet could take the request."""
+    return any(worker not in tried for worker in _workers(services, plan.model))
+
+
+async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) -> Route:
+    """Choose a worker and count the request on it; one of ``tried`` only where there is no other.
+
+    Raises:
+        GatewayError: the model is no longer served, or no worker is there.
+    """
+    if plan.request is None:
+        workers = _workers(services, plan.model)
+        worker = _least_loaded(services, [worker for worker in workers if worker not in tried] or workers)
+        return Route(worker, services.ledger.dispatch(worker, 0, 0, 0.0, monotonic(), streamed=False))
+    assert plan.model is not None
+    candidates, residency = await _residency(services, plan.model, plan.request)
+    workers, fleet = candidates.workers, candidates.fleet
+    if tried and (rows := [row for row, worker in enumerate(workers) if worker not in tried]):
+        workers = [workers[row] for row in rows]
+        fleet = fleet.take(np.array(rows), next(_subset_versions))
+        residency = Residency(residency.hit_tokens[rows], residency.by_tier[rows])
+    now = monotonic()
+    services.ledger.advance(now)
+    decision = _decide(services, plan.request, fleet, residency, now)
+    hit_tokens = min(int(residency.hit_tokens[decision.worker]), plan.request.prompt_tokens)
+    return _count(services, plan, workers[decision.worker], hit_tokens, decision.reason, now)
+
+
+async def _residency(services: Services, model: str, request: RoutingRequest) -> tuple[Candidates, Residency]:
+    """Return the candidates, with their load as it is now, and what each of them holds of the prompt."""
+    registry = services.registry
+    while True:
+        candidates, version = registry.candidates(model), registry.version
+        if not request.chunks:
+            return candidates, Residency.none(len(candidates.workers))
+        residency = await services.index.residency(request.chunks, candidates.slots, request.chunk_tokens)
+        if registry.version == version:
+            # Asked for again: a shared index took time to answer, and others were dispatched meanwhile.
+            return registry.candidates(model), residency
+
+
+def _decide(
+    services: Services, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float
+) -> Decision:
+    try:
+        return services.policy.decide(request, fleet, residency, now)
+    except Exception:
+        log.exception("policy %r failed; the request goes by load", services.policy.name)
+        return Decision(int(np.argmin(fleet.running)), reason="policy_failed")
+
+
+def _count(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reason: str, now: float) -> Route:
+    request = plan.request
+    assert request is not None
+    uncached = max(1, request.prompt_tokens - hit_tokens)
+    prefill_s = _prefill_s(services, worker, uncached, hit_tokens)
+    flight = services.ledger.dispatch(worker, request.prompt_tokens, uncached, prefill_s, now, plan.streamed)
+    speculation = None
+    if request.chunks and worker.slot >= 0:
+        speculation = services.index.speculate(worker.slot, request.chunks)
+    return Route(worker, flight, speculation, hit_tokens, reason)
+
+
+def _prefill_s(services: Services, worker: Worker, new: int, cached: int) -> float:
+    """Return the expected prefill time, ``a + b·n + c·n·(p + n/2)``."""
+    a, b, c = services.registry.fleet.state[_PREFILL_A : _PREFILL_C + 1, worker.row].tolist()
+    return float(a + new * (b + c * (cached + new / 2)))
+
+
+def _workers(services: Services, model: str | None) -> list[Worker]:
+    if model is not None:
+        return services.registry.candidates(model).workers
+    everyone = services.registry.workers.values()
+    for state in (State.READY, State.EJECTED):
+        if workers := [worker for worker in everyone if worker.state is state]:
+            return workers
+    raise NoWorker("No worker is ready.", retry_after_s=1)
+
+
+def _least_loaded(services: Services, workers: list[Worker]) -> Worker:
+    running = services.registry.fleet.state[_RUNNING]
+    return min(workers, key=lambda worker: running[worker.row] + random())  # a fraction: ties are broken by chance
+
+
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+_decode_named = msgspec.json.Decoder(_Named).decode
+
+
+def _named_model(body: bytes) -> str | None:
+    """Return the model that a body names, in JSON or in a multipart form, without reading more than it must."""
+    if body.startswith(b"--"):
+        found = _FORM_MODEL.search(body[:_FORM_FIELD_SPAN]) or _FORM_MODEL.search(body[-_FORM_FIELD_SPAN:])
+        return found[1].decode("utf-8", "replace") if found else None
+    try:
+        return _decode_named(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

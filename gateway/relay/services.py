@@ -1,0 +1,45 @@
+"""What a request meets on its way, handed to the relay once at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gateway.config import Config
+from gateway.fleet.health import Health
+from gateway.fleet.ledger import Ledger
+from gateway.fleet.registry import Registry, Worker
+from gateway.index.approximate import ApproximateCache
+from gateway.index.base import ChunkIndex
+from gateway.observe.observer import Observer
+from gateway.prompt.pipeline import PromptPipeline
+from gateway.relay.retry import RetryBudget
+from gateway.relay.sweeper import Sweeper
+from gateway.relay.upstream import UpstreamPool
+from policies.base import Policy
+
+
+@dataclass(slots=True)
+class Services:
+    """The other rooms, as the relay uses them. ``policy`` may be replaced while requests run."""
+
+    config: Config
+    registry: Registry
+    ledger: Ledger
+    index: ChunkIndex
+    approximate: ApproximateCache
+    prompts: PromptPipeline
+    policy: Policy
+    health: Health
+    observer: Observer
+    upstream: UpstreamPool
+    budget: RetryBudget = field(init=False)
+    sweeper: Sweeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.budget = RetryBudget(self.config.retries)
+        self.sweeper = Sweeper(self.upstream)
+        self.registry.on_change(self._on_change)
+
+    def _on_change(self, worker: Worker, joined: bool) -> None:
+        if not joined:
+            self.upstream.remove(worker)

@@ -1,0 +1,77 @@
+"""The least that accounting needs of a body: the token counts an engine reports, found without decoding the rest.
+
+The same reader serves JSON answers and event streams, because it looks for one object, ``"usage": {...}``, wherever the
+body happens to be cut. Generated text cannot contain the key: quotes are escaped there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_KEY: Final = b'"usage"'
+_VALUE: Final = re.compile(rb'"usage"\s*:\s*(null|\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+_COUNT: Final = re.compile(
+    rb'"(?:(prompt_tokens|input_tokens)|(completion_tokens|output_tokens)|(cached_tokens|cache_read_input_tokens))"'
+    rb"\s*:\s*(\d{1,12})\b"
+)
+_EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
+_MAX_VALUE_BYTES: Final = 4096
+
+
+class UsageReader:
+    """Finds the last reported token counts in a body that passes by.
+
+    Attributes:
+        prompt_tokens: as reported, None until then; likewise the others.
+        output_tokens: tokens generated.
+        cached_tokens: prompt tokens the engine found in its cache.
+    """
+
+    __slots__ = ("_carry", "cached_tokens", "output_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.prompt_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self._carry = b""
+
+    def feed(self, payload: bytes) -> None:
+        """Look at the next bytes of the body."""
+        if self._carry:
+            payload = self._carry + payload
+            self._carry = b""
+        at = payload.rfind(_KEY)
+        if at >= 0:
+            value = _VALUE.match(payload, at)
+            if value is None and len(payload) - at < _MAX_VALUE_BYTES:
+                self._carry = payload[at:]
+                return
+            if value is not None:
+                self._note(value[1])
+        if not payload.endswith(_EVENT_ENDS):  # most pieces are whole events, and need no joining
+            self._carry = payload[1 - len(_KEY) :]
+
+    def _note(self, usage: bytes) -> None:
+        for prompt, output, cached, count in _COUNT.findall(usage):
+            if prompt:
+                self.prompt_tokens = int(count)
+            elif output:
+                self.output_tokens = int(count)
+            elif cached:
+                self.cached_tokens = int(count)
+
+
+def error_event(error: bytes, mid_event: bool) -> bytes:
+    """Return the event that ends a stream its worker did not.
+
+    Args:
+        error: an OpenAI error object as JSON.
+        mid_event: the stream was cut inside an event, which is closed first.
+    """
+    return b"%bdata: %b\n\n" % (b"\n\n" if mid_event else b"", error)
+
+
+def ends_event(payload: bytes) -> bool:
+    """Return whether a piece of a stream ends where an event does."""
+    return payload.endswith(_EVENT_ENDS)
