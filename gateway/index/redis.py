@@ -1,0 +1,146 @@
+"""The shared index: what all replicas know, in Redis or Valkey.
+
+Every replica keeps what its own slots hold in a table, as the memory index does, answers for them from there, and
+publishes it. For the slots of other replicas it asks Redis, once per decision, and waits no longer than
+``index.timeout_s``; without an answer those slots hold nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from time import monotonic
+
+from gateway.config import IndexConfig
+from gateway.index.publisher import FIRST_PRIVATE_SLOT, Counters, Publisher
+from gateway.index.redis_store import UNREACHABLE, RedisStore, tagged
+from gateway.index.residency import RowCache, leading_runs
+from gateway.index.speculation import Overlay, SpeculativePrompt
+from gateway.index.table import ChunkTable
+from policies.base import Residency, Tier
+
+
+class RedisIndex:
+    """A ``ChunkIndex`` that replicas share.
+
+    Slots come from Redis: no two replicas get the same one. A replica that dies leaves its slots behind, taken, until
+    the index begins anew.
+
+    Args:
+        config: URL, bounds and times.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: IndexConfig, clock: Callable[[], float] = monotonic) -> None:
+        self._timeout_s = config.timeout_s
+        self._table = ChunkTable(
+            config.max_chunks, config.speculative_ttl_s, lost=self._lost, closed=self._closed, clock=clock
+        )
+        self._store = RedisStore(config)
+        # Of others' slots: those which are not ours, nor were until just now.
+        self._others_rows = RowCache(self._position_among_others)
+        self._others_overlay = Overlay(config.speculative_ttl_s, clock=clock)
+        self._publisher = Publisher(self._store, self._table, config, self._others_rows.clear)
+
+    def __len__(self) -> int:
+        """Number of chunks that our own slots hold."""
+        return len(self._table)
+
+    @property
+    def counters(self) -> Counters:
+        """Failures and writes since the start."""
+        return self._publisher.counters
+
+    @property
+    def up(self) -> bool:
+        """Whether Redis answers."""
+        return self._publisher.up.is_set()
+
+    @property
+    def evicted(self) -> int:
+        """Chunks forgotten because there were more than ``max_chunks``."""
+        return self._table.evicted
+
+    async def acquire_slot(self, worker: str) -> int:
+        """Return a slot that no replica uses; see ``ChunkIndex``.
+
+        While Redis is away this takes a second, and the slot is one that others will not see before it is back.
+        """
+        self._publisher.start()
+        slot = await self._publisher.claim(worker)
+        self._table.open(slot)
+        return slot
+
+    async def release_slot(self, slot: int) -> None:
+        """Mask a slot at once; once it is swept here and in Redis, it is free for any replica."""
+        self._table.close(slot)
+
+    async def residency(self, chunks: Sequence[bytes], slots: Sequence[int], chunk_tokens: int) -> Residency:
+        """Return the leading run that each slot holds; see ``ChunkIndex``."""
+        self._publisher.start()
+        if not chunks:
+            return Residency.none(len(slots))
+        masks = await self._ask(chunks) if self._others_rows.rows(slots).wanted else ()
+        ours = self._table.residency(tagged(chunks, chunks[0]), slots, chunk_tokens)
+        rows = self._others_rows.rows(slots)
+        if not rows.wanted:
+            return ours
+        others = leading_runs(self._others_overlay.over(masks, chunks), rows, chunk_tokens)
+        return Residency(ours.hit_tokens + others.hit_tokens, ours.by_tier + others.by_tier)
+
+    def speculate(self, slot: int, chunks: Sequence[bytes]) -> SpeculativePrompt:
+        """Count a prompt as held by ``slot``; see ``ChunkIndex``."""
+        if chunks and slot in self._table:
+            return self._table.speculate(slot, tagged(chunks, chunks[0]))
+        return self._others_overlay.add(self._position_among_others(slot), chunks)
+
+    async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
+        """``slot``, one of ours, now holds ``chunks`` in ``tier``; see ``ChunkIndex``."""
+        if chunks and slot in self._table:
+            keys = tagged(chunks, root or chunks[0])
+            self._table.store(slot, keys, tier)
+            self._publisher.mark(slot, keys)
+
+    async def remove(self, slot: int, chunks: Sequence[bytes], tier: Tier | None, root: bytes | None = None) -> None:
+        """``slot``, one of ours, no longer holds ``chunks`` in ``tier`` (None: in any); see ``ChunkIndex``."""
+        if chunks and slot in self._table:
+            keys = tagged(chunks, root or chunks[0])
+            self._table.remove(slot, keys, tier)
+            self._publisher.mark(slot, keys)
+
+    async def clear(self, slot: int) -> None:
+        """``slot``, one of ours, holds nothing any more; see ``ChunkIndex``."""
+        self._table.clear(slot)
+
+    async def flush(self) -> None:
+        """Wait until other replicas can see everything that was said here so far."""
+        await self._publisher.flush()
+
+    async def close(self) -> None:
+        """Stop publishing and close the connections; our slots are not swept."""
+        await self._table.stop()
+        await self._publisher.stop()
+        await self._store.close()
+
+    async def _ask(self, chunks: Sequence[bytes]) -> Iterable[int]:
+        counters = self._publisher.counters
+        if not self._publisher.up.is_set():
+            counters.skipped += 1
+            return repeat(0, len(chunks))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._store.read(chunks, chunks[0])
+        except UNREACHABLE as error:
+            counters.timeouts += isinstance(error, TimeoutError)
+            self._publisher.failed(error)
+            return repeat(0, len(chunks))
+
+    def _position_among_others(self, slot: int) -> int:
+        return -1 if slot >= FIRST_PRIVATE_SLOT or self._publisher.owns(slot) else slot
+
+    def _lost(self, slot: int, key: bytes) -> None:
+        self._publisher.mark(slot, (key,))
+
+    def _closed(self, slot: int) -> None:
+        self._publisher.leave(slot)

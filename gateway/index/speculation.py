@@ -1,0 +1,138 @@
+"""Prompts on their way count as cached where they were sent, until the worker's own events say so.
+
+Without this, the second of two requests with the same new prompt would not know that the first has just been sent to
+a worker that will hold it in a moment.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from math import inf
+from time import monotonic
+from typing import Final
+
+from policies.base import N_TIERS, Tier
+
+MAX_CHUNKS: Final = 1_000_000
+"""Bound on the chunks of all speculations together; beyond it the oldest are forgotten."""
+
+
+class SpeculativePrompt:
+    """One prompt sent to one position; see ``gateway.index.base.Speculation``."""
+
+    __slots__ = ("_overlay", "chunks", "forget_at", "position")
+
+    def __init__(self, overlay: Overlay, position: int, chunks: Sequence[bytes]) -> None:
+        self._overlay = overlay
+        self.position = position
+        self.chunks = chunks
+        self.forget_at = inf
+
+    def settle(self, now: float) -> None:
+        """The worker has prefilled the prompt: its own events should confirm it before the TTL is over."""
+        self._overlay.settle(self, now)
+
+    def cancel(self) -> None:
+        """The prompt did not reach its prefill."""
+        self._overlay.forget(self)
+
+
+class Overlay:
+    """The masks of all speculations, to be laid over the masks of an index with the same positions.
+
+    A prompt is speculated from its first chunk on, so whoever misses a chunk here will miss all that follow it.
+
+    Args:
+        ttl_s: seconds from settling to forgetting.
+        max_chunks: bound on the chunks of all speculations together.
+        clock: monotonic seconds, the clock of the ``now`` that ``settle`` is given.
+    """
+
+    def __init__(self, ttl_s: float, max_chunks: int = MAX_CHUNKS, clock: Callable[[], float] = monotonic) -> None:
+        self._ttl_s = ttl_s
+        self._max_chunks = max_chunks
+        self._clock = clock
+        self._masks: dict[bytes, int] = {}
+        self._counts: dict[int, dict[bytes, int]] = {}  # position → chunk → speculations that include it
+        self._live: dict[SpeculativePrompt, None] = {}  # oldest first
+        self._settled: deque[SpeculativePrompt] = deque()
+        self._n_chunks = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, position: int, chunks: Sequence[bytes]) -> SpeculativePrompt:
+        """Count ``chunks`` as held in HBM by ``position``; a negative position stands for nobody."""
+        self._expire()
+        if position < 0 or len(chunks) > self._max_chunks:
+            return SpeculativePrompt(self, position, ())
+        while self._n_chunks + len(chunks) > self._max_chunks:
+            self.forget(next(iter(self._live)))
+        masks, counts = self._masks, self._counts.setdefault(position, {})
+        bit = 1 << N_TIERS * position + Tier.HBM
+        for chunk in chunks:
+            count = counts.get(chunk, 0)
+            counts[chunk] = count + 1
+            if not count:
+                masks[chunk] = masks.get(chunk, 0) | bit
+        speculation = SpeculativePrompt(self, position, chunks)
+        self._live[speculation] = None
+        self._n_chunks += len(chunks)
+        return speculation
+
+    def settle(self, speculation: SpeculativePrompt, now: float) -> None:
+        """Forget ``speculation`` once its time to live is over, counted from ``now``."""
+        if speculation in self._live and speculation.forget_at == inf:
+            speculation.forget_at = now + self._ttl_s
+            self._settled.append(speculation)
+        self._expire()
+
+    def forget(self, speculation: SpeculativePrompt) -> None:
+        """Take ``speculation`` back; does nothing if that has happened already."""
+        if speculation not in self._live:
+            return
+        del self._live[speculation]
+        self._n_chunks -= len(speculation.chunks)
+        masks, counts = self._masks, self._counts[speculation.position]
+        bit = 1 << N_TIERS * speculation.position + Tier.HBM
+        for chunk in speculation.chunks:
+            count = counts[chunk]
+            if count > 1:
+                counts[chunk] = count - 1
+                continue
+            del counts[chunk]
+            if rest := masks[chunk] ^ bit:
+                masks[chunk] = rest
+            else:
+                del masks[chunk]
+        if not counts:
+            del self._counts[speculation.position]
+
+    def forget_position(self, position: int) -> None:
+        """Take back everything that ``position`` was said to hold: its worker's cache is gone."""
+        for speculation in [one for one in self._live if one.position == position]:
+            self.forget(speculation)
+
+    def over(self, masks: Iterable[int], chunks: Sequence[bytes]) -> Iterable[int]:
+        """Return ``masks`` with the speculations on ``chunks`` laid over them."""
+        self._expire()
+        if not self._masks:
+            return masks
+        rest: Iterator[int] = iter(masks)
+        joined = []
+        for chunk, mask in zip(chunks, rest, strict=False):
+            speculated = self._masks.get(chunk)
+            if speculated is None:
+                joined.append(mask)
+                break
+            joined.append(mask | speculated)
+        return chain(joined, rest)
+
+    def _expire(self) -> None:
+        settled = self._settled
+        if settled:
+            now = self._clock()
+            while settled and settled[0].forget_at <= now:
+                self.forget(settled.popleft())
