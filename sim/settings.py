@@ -1,0 +1,114 @@
+"""What a simulated worker can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sim.faults import Fault
+from sim.kv_events import EventFormat, ReplayFormat
+from sim.profiles import find_profile
+from sim.worker import WorkerLimits
+
+Script = Callable[[Sequence[int]], Sequence[int] | None]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WorkerSettings:
+    """Settings of one simulated worker.
+
+    Attributes:
+        model: name it serves.
+        adapters: LoRA adapters it serves beside the model.
+        tokenizer: folder with ``tokenizer.json`` and chat template; None: four bytes of text make a token.
+        host: address it listens on.
+        port: its HTTP port, 0 for any.
+        profile: how fast it is, ``model/gpu/tensor-parallel`` of ``sim.profiles``.
+        speed: how many times faster than that its clock runs.
+        block_size: tokens per KV block.
+        capacity_tokens: tokens of KV cache in HBM; the default is a 70B model's on four H100.
+        host_tokens: tokens of KV cache in host memory, 0 for no host tier.
+        max_model_len: longest prompt and output together; 0: as much as fits, at most 131,072.
+        max_batched_tokens: tokens computed per engine step.
+        max_running: requests in one batch.
+        max_requests: requests at a time, waiting ones included; more are refused with 503. 0: no limit.
+        output_tokens: length of an answer to a request without ``max_tokens``.
+        stream_interval: tokens per chunk of a stream.
+        prompt_tokens_details: report ``cached_tokens`` in usage.
+        kv_events: ZMQ endpoint of the KV event publisher, ``tcp://host:port``; None for no events.
+        kv_replay: ZMQ endpoint of the replay socket.
+        kv_topic: topic of the events.
+        kv_connect: connect the publisher to a subscriber that binds, as vLLM does for endpoints without ``*``.
+        event_format: ``map`` as vLLM since 0.26, ``array`` as before.
+        replay_format: ``topic`` (4 frames) as vLLM since 0.26, ``plain`` (3 frames) as before.
+        faults: faults that hold from the start.
+        script: for tests: given a prompt's ids, returns the output ids, or None for an invented answer.
+
+    Raises:
+        ValueError: a value is out of range; the message names it.
+    """
+
+    model: str = "sim"
+    adapters: tuple[str, ...] = ()
+    tokenizer: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    profile: str = "llama-3.1-70b/h100/4"
+    speed: float = 1.0
+    block_size: int = 16
+    capacity_tokens: int = 461_376
+    host_tokens: int = 0
+    max_model_len: int = 0
+    max_batched_tokens: int = 8192
+    max_running: int = 256
+    max_requests: int = 0
+    output_tokens: int = 128
+    stream_interval: int = 1
+    prompt_tokens_details: bool = True
+    kv_events: str | None = None
+    kv_replay: str | None = None
+    kv_topic: str = ""
+    kv_connect: bool = False
+    event_format: EventFormat = "map"
+    replay_format: ReplayFormat = "topic"
+    faults: tuple[Fault, ...] = ()
+    script: Script | None = None
+
+    def __post_init__(self) -> None:
+        find_profile(self.profile)
+        for name in ("block_size", "max_batched_tokens", "max_running", "output_tokens", "stream_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("host_tokens", "max_model_len", "max_requests", "port"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.speed <= 0:
+            raise ValueError(f"speed must be above 0, not {self.speed}")
+        if self.capacity_tokens < self.block_size:
+            raise ValueError(
+                f"capacity_tokens must be at least one block ({self.block_size}), not {self.capacity_tokens}"
+            )
+        if self.max_model_len > self.usable_tokens:
+            raise ValueError(f"max_model_len {self.max_model_len} exceeds the cache of {self.usable_tokens} tokens")
+
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens of KV cache in HBM, whole blocks."""
+        return self.capacity_tokens // self.block_size * self.block_size
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt and output together."""
+        return self.max_model_len or min(131_072, self.usable_tokens)
+
+    @property
+    def limits(self) -> WorkerLimits:
+        """Size of the worker; the block that vLLM reserves comes on top of the capacity."""
+        return WorkerLimits(
+            num_blocks=self.capacity_tokens // self.block_size + 1,
+            block_size=self.block_size,
+            host_blocks=self.host_tokens // self.block_size,
+            max_batched_tokens=self.max_batched_tokens,
+            max_running=self.max_running,
+        )
