@@ -7,7 +7,7 @@ import contextlib
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 DEADLINE_S = 5.0
@@ -207,6 +207,18 @@ async def connect(port: int, ssl_context: ssl.SSLContext | None = None) -> Async
         yield Wire(reader, writer)
     finally:
         writer.close()
+
+
+@contextlib.contextmanager
+def deaf_listener() -> Iterator[str]:
+    """Give the URL of a listener whose queue is full: connecting to it takes for ever."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def request(

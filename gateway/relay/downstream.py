@@ -85,8 +85,9 @@ class RelayProtocol(HttpToolsProtocol):
         self._deaf = False  # no further request is read from this connection
         self._refused = False  # its last answer is an error about what it sent
         self._in_head = True
-        self._head_bytes = 0
-        self._long_read = False  # long enough to hold a head that is too long
+        self._head_bytes = 0  # of reads that brought nothing but a head
+        self._long_read = False  # the present read could hold a head that is too long
+        self._request_ended = False  # it has brought the end of a request
         self._body = bytearray()  # so far, of a body that comes in more than one piece
         self._body_bytes = 0
         self._wire_bytes = 0
@@ -142,6 +143,7 @@ class RelayProtocol(HttpToolsProtocol):
             self._quiet_since = monotonic()
         received = len(data)
         self._long_read = received > MAX_HEAD_BYTES
+        self._request_ended = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -153,7 +155,8 @@ class RelayProtocol(HttpToolsProtocol):
             self._refuse(BadRequest(f"The request is not valid HTTP/1.1: {error}."))
             return
         if self._in_head:
-            self._head_bytes += received
+            if not self._request_ended:
+                self._head_bytes += received
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
         elif self._incoming is not None:
@@ -207,7 +210,7 @@ class RelayProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole: answer it, or let it wait for its turn."""
-        self._in_head = True
+        self._in_head = self._request_ended = True
         self._head_bytes = 0
         exchange, self._incoming = self._incoming, None
         if exchange is not None:
