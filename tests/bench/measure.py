@@ -83,6 +83,7 @@ def _figures(workload: Workload, samples: Samples, usage: Usage) -> Figures:
         "cpu_us": usage.router_s / passed * 1e6,
         "router_share": usage.router_s / usage.seconds,
         "load_share": usage.load_s / usage.seconds,
+        "others_share": usage.others_s / usage.seconds,
     }
     if workload.loop == "closed":
         return {"rate": samples.answers * units / samples.seconds, **figures}

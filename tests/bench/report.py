@@ -13,6 +13,8 @@ from tests.bench.measure import WORKLOADS, Figures, Workload
 from tests.bench.results import DIRECT, Results
 from tests.bench.targets import targets
 
+QUIET_SHARE = 0.03
+
 
 def print_tables(results: Results, console: Console) -> None:
     for workload in WORKLOADS:
@@ -27,6 +29,9 @@ def print_tables(results: Results, console: Console) -> None:
         console.print(f"[bold]{router} is absent:[/bold] {why_not}", highlight=False)
     for failure in results.failures:
         console.print(f"[bold]failed:[/bold] {failure}", highlight=False)
+    others = results.others_share()
+    if others > QUIET_SHARE:
+        console.print(f"[bold]not a quiet machine:[/bold] other programs took {others:.0%} of the router's core")
     for target, met in targets(results).items():
         console.print(f"{'yes' if met else 'no ':<4}{target}", highlight=False)
 
@@ -38,6 +43,7 @@ def as_json(results: Results, quick: bool) -> dict[str, Any]:
         "versions": results.versions,
         "absent": results.absent,
         "failures": results.failures,
+        "others_share_of_router_core": results.others_share(),
         "workloads": {
             workload.name: {
                 "title": workload.title,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 
 from tests.bench.measure import Figures
 
@@ -48,6 +48,17 @@ class Results:
             target: {key: median(figures[key] for figures in rounds) for key in rounds[0]}
             for target, rounds in by_target.items()
         }
+
+    def others_share(self) -> float:
+        """Return how much of the router's core other programs took: the mean over everything measured."""
+        shares = [
+            figures["others_share"]
+            for rounds in self.rounds.values()
+            for one_round in rounds
+            for target, figures in one_round.items()
+            if target != DIRECT
+        ]
+        return mean(shares) if shares else 0.0
 
     def speed_ratio(self, workload: str) -> float | None:
         """Return kvway's speed over the faster Rust router's, or None unless all three were measured in a round.

@@ -154,19 +154,27 @@ def _stat(pid: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a stretch of time cost, in seconds of wall clock and of CPU."""
+    """What a stretch of time cost, in seconds of wall clock and of CPU.
+
+    Attributes:
+        router_s: CPU of the router.
+        load_s: CPU of upstream and load generator.
+        others_s: CPU that other programs took from the router's core.
+    """
 
     seconds: float
     router_s: float
     load_s: float
+    others_s: float
 
 
 class Meter:
     """Measures CPU between two moments; without a router, that of the load alone."""
 
-    def __init__(self, router: Process | None, upstream: Process) -> None:
+    def __init__(self, router: Process | None, upstream: Process, cores: Cores) -> None:
         self._router = router
         self._upstream = upstream
+        self._cores = cores
         self._start = self._now()
 
     def start(self) -> None:
@@ -175,9 +183,20 @@ class Meter:
     def usage(self) -> Usage:
         return Usage(*(after - before for after, before in zip(self._now(), self._start, strict=True)))
 
-    def _now(self) -> tuple[float, float, float]:
+    def _now(self) -> tuple[float, float, float, float]:
         router_s = self._router.cpu_s() if self._router else 0.0
-        return time.perf_counter(), router_s, self._upstream.cpu_s() + time.process_time()
+        load_s = self._upstream.cpu_s() + time.process_time()
+        return time.perf_counter(), router_s, load_s, _busy_s(self._cores.router) - router_s
+
+
+def _busy_s(core: int) -> float:
+    """Return the seconds in which a core was not idle, those that a hypervisor took included."""
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *ticks = line.split()
+        if name == f"cpu{core}":
+            user, nice, system, _idle, _waiting, *rest = map(int, ticks[:8])
+            return (user + nice + system + sum(rest)) / TICKS_PER_S
+    raise AssertionError(f"/proc/stat does not list cpu{core}")
 
 
 @contextlib.contextmanager

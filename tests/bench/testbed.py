@@ -49,7 +49,7 @@ class Testbed:
 
     def direct(self) -> Target:
         """Return the upstream as a target: what the load generator sees without a router."""
-        meter = Meter(None, self._upstream)
+        meter = Meter(None, self._upstream, self._cores)
         return Target("direct", (HOST, self._ports[0]), self._upstream, meter)
 
     def start(self, peer: Peer, environ: Mapping[str, str] | None = None) -> Target:
@@ -67,7 +67,7 @@ class Testbed:
         process.wait_ready(f"http://{HOST}:{port}{peer.ready_path}")
         if self._upstream.popen.poll() is not None:
             raise SystemExit(f"the upstream ended: {self._upstream.last_lines()}")
-        return Target(peer.name, (HOST, port), process, Meter(process, self._upstream))
+        return Target(peer.name, (HOST, port), process, Meter(process, self._upstream, self._cores))
 
     def stop_routers(self) -> None:
         self._routers.close()

@@ -1,0 +1,88 @@
+"""A fleet of simulated workers that can be killed, restarted and told to misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections import Counter
+from typing import Any
+
+import httpx
+
+from tests.processes import ROOT, free_ports, kvway
+
+START_S = 20.0
+
+
+class Fleet:
+    """Context manager around its processes.
+
+    Attributes:
+        done: how often each kind of misfortune was brought about.
+    """
+
+    def __init__(self, size: int, speed: float) -> None:
+        self._ports = [free_ports(3) for _ in range(size)]
+        self._speed = speed
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._client = httpx.AsyncClient(timeout=2.0)
+        self.done: Counter[str] = Counter()
+
+    async def __aenter__(self) -> Fleet:
+        self._processes = [self._spawn(number) for number in range(len(self._ports))]
+        await asyncio.gather(*map(self._until_healthy, range(len(self._ports))))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        await self._client.aclose()
+
+    def worker_configs(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "url": f"http://127.0.0.1:{http}",
+                "kv_events": {
+                    "endpoint": f"tcp://127.0.0.1:{events}",
+                    "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+                },
+            }
+            for http, events, replay in self._ports
+        ]
+
+    async def kill_and_restart(self, number: int, down_s: float) -> None:
+        self._processes[number].kill()
+        self._processes[number].wait()
+        self.done["kill"] += 1
+        await asyncio.sleep(down_s)
+        self._processes[number] = self._spawn(number)
+        await self._until_healthy(number)
+
+    async def fault(self, number: int, kind: str, **parameters: float) -> None:
+        response = await self._client.post(f"{self._url(number)}/sim/fault", json={"kind": kind, **parameters})
+        response.raise_for_status()
+        self.done[kind] += 1
+
+    def _url(self, number: int) -> str:
+        return f"http://127.0.0.1:{self._ports[number][0]}"
+
+    def _spawn(self, number: int) -> subprocess.Popen[bytes]:
+        http, events, replay = self._ports[number]
+        command = kvway(
+            *("worker", "--port", str(http), "--speed", str(self._speed)),
+            *("--kv-events", f"tcp://127.0.0.1:{events}", "--kv-replay", f"tcp://127.0.0.1:{replay}"),
+        )
+        return subprocess.Popen(
+            [str(word) for word in command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    async def _until_healthy(self, number: int) -> None:
+        async with asyncio.timeout(START_S):
+            while True:
+                try:
+                    if (await self._client.get(f"{self._url(number)}/health")).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass
+                await asyncio.sleep(0.1)
