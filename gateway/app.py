@@ -15,6 +15,7 @@ from gateway.fleet.health import Health
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.metrics import Scraper
 from gateway.fleet.models import ModelCards
+from gateway.fleet.rates import PrefillRates
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.approximate import ApproximateCache
 from gateway.index.base import ChunkIndex
@@ -46,8 +47,9 @@ class Gateway:
         self.draining = False
         self.hasher = ChunkHasher(config.prompt.chunk_tokens, config.prompt.hash_seed)
         self.registry = Registry()
-        self.ledger = Ledger(self.registry)
-        self.index: ChunkIndex = RedisIndex(config.index) if config.index.backend == "redis" else MemoryIndex(config.index)
+        self.rates = PrefillRates(self.registry)
+        self.ledger = Ledger(self.registry, self.rates.observe)
+        self.index: ChunkIndex = (RedisIndex if config.index.backend == "redis" else MemoryIndex)(config.index)
         self.approximate = ApproximateCache(self.index)
         self.prompts = PromptPipeline(config)
         self.feeds = EventFeeds(self.registry, self.index, self.hasher)
@@ -104,8 +106,7 @@ class Gateway:
         for entry in self.config.workers:
             self.registry.add(Worker.from_config(entry))
         self._serving = [spawn(server.run_bound(), f"serve {server.port}") for server in (self._public, self._admin)]
-        while not (self._public.started and self._admin.started):
-            await asyncio.sleep(0.005)
+        await asyncio.gather(self._public.up.wait(), self._admin.up.wait())
         # What is alive now lives as long as the process: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()
@@ -123,7 +124,8 @@ class Gateway:
         self._admin.should_exit = True
         if self._serving:
             await asyncio.wait(self._serving)
-        for part in (self.scraper, self.models, self.health, self.feeds, self.services.upstream, self.prompts, self.index):
+        upstream = self.services.upstream
+        for part in (self.scraper, self.models, self.health, self.feeds, upstream, self.prompts, self.index):
             await part.close()
 
     async def run(self) -> None:

@@ -19,7 +19,8 @@ app = typer.Typer(
 )
 
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", envvar="KVWAY_CONFIG", help="kvway.yaml; without it, defaults and KVWAY_*")
+    Path | None,
+    typer.Option("--config", "-c", envvar="KVWAY_CONFIG", help="kvway.yaml; without it, defaults and KVWAY_*"),
 ]
 AdminOption = Annotated[str, typer.Option("--admin", help="admin address of the running gateway")]
 ADMIN_URL = "http://127.0.0.1:8001"
@@ -38,7 +39,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
 ) -> None:
     """KV-cache-aware request router and gateway."""
 
@@ -102,3 +105,91 @@ def explain(
         typer.echo(answer.text)
     else:
         print_explanation(explanation)
+
+
+@app.command()
+def worker(
+    model: Annotated[str, typer.Option(help="model name it serves")] = "sim",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="folder with tokenizer.json and chat template; without it, 4 bytes make a token")
+    ] = None,
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="HTTP port, 0 for any")] = 8100,
+    profile: Annotated[str, typer.Option(help="how fast it is: model/gpu/tensor-parallel")] = "llama-3.1-70b/h100/4",
+    speed: Annotated[float, typer.Option(help="how many times faster than that its clock runs")] = 1.0,
+    block_size: Annotated[int, typer.Option(help="tokens per KV block")] = 16,
+    capacity_tokens: Annotated[int, typer.Option(help="tokens of KV cache in HBM")] = 461_376,
+    host_tokens: Annotated[int, typer.Option(help="tokens of KV cache in host memory, 0 for no host tier")] = 0,
+    max_model_len: Annotated[int, typer.Option(help="longest prompt and output together, 0 for what fits")] = 0,
+    max_requests: Annotated[int, typer.Option(help="requests at a time before it answers 503, 0 for no limit")] = 0,
+    output_tokens: Annotated[int, typer.Option(help="length of an answer without max_tokens")] = 128,
+    kv_events: Annotated[str | None, typer.Option(help="ZMQ endpoint of its KV events, tcp://host:port")] = None,
+    kv_replay: Annotated[str | None, typer.Option(help="ZMQ endpoint of the replay socket")] = None,
+    kv_topic: Annotated[str, typer.Option(help="topic of the events")] = "",
+    kv_connect: Annotated[bool, typer.Option(help="connect the publisher instead of binding it")] = False,
+    array_events: Annotated[bool, typer.Option(help="events as arrays, as vLLM before 0.26")] = False,
+) -> None:
+    """Run a simulated worker: to whoever looks from outside, a vLLM."""
+    import uvloop
+
+    from sim.server import WorkerSettings
+    from sim.server import serve as serve_worker
+
+    try:
+        settings = WorkerSettings(
+            model=model,
+            tokenizer=tokenizer,
+            host=host,
+            port=port,
+            profile=profile,
+            speed=speed,
+            block_size=block_size,
+            capacity_tokens=capacity_tokens,
+            host_tokens=host_tokens,
+            max_model_len=max_model_len,
+            max_requests=max_requests,
+            output_tokens=output_tokens,
+            kv_events=kv_events,
+            kv_replay=kv_replay,
+            kv_topic=kv_topic,
+            kv_connect=kv_connect,
+            event_format="array" if array_events else "map",
+        )
+        uvloop.run(serve_worker(settings))
+    except (ValueError, OSError) as error:
+        _fail(f"kvway worker: {error}")
+
+
+@app.command()
+def demo(
+    sessions: Annotated[int, typer.Option(min=1, help="agent sessions of the bundled workload")] = 28,
+    turns: Annotated[int, typer.Option(min=1, help="requests per session")] = 9,
+    speed: Annotated[float, typer.Option(min=0.1, help="how many times faster than a GPU the workers run")] = 4.0,
+    texts: Annotated[
+        Path, typer.Option(help="folder with recorded agent sessions (*.jsonl.gz), used where it exists")
+    ] = Path("../shared/traces/agent_text"),
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Play one workload through four simulated workers twice: once with round-robin, once with expected-cost."""
+    import json
+
+    import uvloop
+    from rich.console import Console
+
+    from gateway.demo import DemoOptions, print_result, run_demo
+
+    options = DemoOptions(sessions=sessions, turns=turns, speed=speed, texts=texts)
+    answer = uvloop.run(run_demo(options, Console(stderr=True)))
+    if as_json:
+        typer.echo(json.dumps(answer))
+    else:
+        print_result(answer, Console())
+
+
+def main() -> None:
+    """Entry point of the ``kvway`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

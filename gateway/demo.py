@@ -24,9 +24,9 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sim.tokens import WorkerTokenizer
 
 from policies.chunks import ChunkHasher
+from sim.tokens import WorkerTokenizer
 from sim.workload import Session, Turn, coding_agents, read_agent_text
 
 POLICIES = ("round-robin", "expected-cost")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Generator
@@ -23,6 +24,9 @@ class Server(uvicorn.Server):
         settings: keep-alive, drain time and TLS.
         protocol: the HTTP protocol class; uvicorn's own where None.
         reuse_port: share the port with other processes (SO_REUSEPORT).
+
+    Attributes:
+        up: set once it accepts connections.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=settings.tls_key if tls else None,
             )
         )
+        self.up = asyncio.Event()
         self._address = (host, port)
         self._reuse_port = reuse_port
         self._socket: socket.socket | None = None
@@ -80,6 +85,11 @@ class Server(uvicorn.Server):
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
         self._socket = listener
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept, and say so through ``up``."""
+        await super().startup(sockets)
+        self.up.set()
 
     async def run_bound(self) -> None:
         """Serve on the bound socket until ``should_exit``, then drain."""

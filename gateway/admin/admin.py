@@ -11,6 +11,7 @@ from gateway.admin.explain import explain
 from gateway.admin.public import install_error_handlers
 from gateway.errors import BadRequest
 from gateway.fleet.registry import State, Worker
+from gateway.observe.exposition import CONTENT_TYPE
 from policies.base import COLUMNS
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def admin_app(gateway: Gateway) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus exposition."""
-        return Response(gateway.observer.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(gateway.observer.render(), media_type=CONTENT_TYPE)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -58,7 +59,9 @@ def admin_app(gateway: Gateway) -> FastAPI:
         return _describe(gateway, worker)
 
     @app.post("/admin/explain")
-    async def explain_decision(body: Annotated[bytes, Body(media_type="application/json")], path: str = "") -> dict[str, Any]:
+    async def explain_decision(
+        body: Annotated[bytes, Body(media_type="application/json")], path: str = ""
+    ) -> dict[str, Any]:
         """Say where a request with this body would go now, and why, term by term. Nothing is sent or counted."""
         return await explain(gateway.services, path, body)
 
