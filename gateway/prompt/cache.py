@@ -1,0 +1,69 @@
+"""A cache that is bounded in bytes: second-chance eviction, so that a hit costs one attribute store."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+
+class Entry:
+    """Base of everything that is cached: it knows what it costs and whether it was used since eviction last saw it."""
+
+    __slots__ = ("cost", "used")
+
+    def __init__(self, cost: int) -> None:
+        self.cost = cost
+        self.used = False
+
+
+K = TypeVar("K", bound=Hashable)
+E = TypeVar("E", bound=Entry)
+
+
+class ByteCache(Generic[K, E]):
+    """Entries by key, at most ``max_bytes`` of them by their own account.
+
+    Args:
+        max_bytes: sum of the entries' costs; 0 keeps nothing.
+    """
+
+    __slots__ = ("_entries", "bytes", "max_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._entries: OrderedDict[K, E] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> E | None:
+        """Return the entry of ``key`` and mark it as used."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.used = True
+        return entry
+
+    def put(self, key: K, entry: E) -> None:
+        """Keep ``entry``, at the expense of those not used since they were last looked at.
+
+        An entry that alone would take more than a quarter of the cache is not kept.
+        """
+        if entry.cost > self.max_bytes // 4:
+            return
+        replaced = self._entries.pop(key, None)
+        if replaced is not None:
+            self.bytes -= replaced.cost
+        self._entries[key] = entry
+        self.bytes += entry.cost
+        while self.bytes > self.max_bytes:
+            self._evict()
+
+    def _evict(self) -> None:
+        key, entry = self._entries.popitem(last=False)
+        if entry.used:
+            entry.used = False
+            self._entries[key] = entry
+        else:
+            self.bytes -= entry.cost

@@ -1,0 +1,86 @@
+"""Chunk hashes of token sequences that begin alike: a chain is extended, not recomputed.
+
+A ``Link`` is the state of a chain after one segment: its last hash, and the tokens after the last whole chunk. Links
+are found by the link before them and the segment, both named by numbers that are never used again, so the hashes of
+one prefix cannot be taken for those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from gateway.prompt.cache import ByteCache, Entry
+from gateway.prompt.segments import Segment
+from policies.chunks import DIGEST_BYTES, ChunkHasher
+
+_LINK_OVERHEAD: Final = 400  # bytes of Python objects per link
+_HASH_OVERHEAD: Final = 50  # and per hash
+
+
+class Link(Entry):
+    """State of a chain.
+
+    Attributes:
+        last: hash of the last whole chunk, or the chain's root.
+        hashes: chunks that were completed by the segment of this link.
+        tail: packed tokens after the last whole chunk.
+        number: names this link; never used for another one.
+    """
+
+    __slots__ = ("hashes", "last", "number", "tail")
+
+    _count = 0
+
+    def __init__(self, last: bytes, hashes: list[bytes], tail: bytes) -> None:
+        super().__init__(_LINK_OVERHEAD + len(hashes) * (DIGEST_BYTES + _HASH_OVERHEAD) + len(tail))
+        self.last = last
+        self.hashes = hashes
+        self.tail = tail
+        Link._count += 1
+        self.number = Link._count
+
+
+class Chains:
+    """Chains of segments.
+
+    Args:
+        hasher: hashes chunks.
+        max_bytes: bound on the links that are kept.
+    """
+
+    def __init__(self, hasher: ChunkHasher, max_bytes: int) -> None:
+        self.hasher = hasher
+        self._links: ByteCache[tuple[int, int], Link] = ByteCache(max_bytes)
+        self._roots: ByteCache[tuple[str, str | None, str | None], Link] = ByteCache(max_bytes // 16)
+
+    def root(self, model: str, lora: str | None, cache_salt: str | None) -> Link:
+        """Return the beginning of all chains of a model, adapter and salt."""
+        key = (model, lora, cache_salt)
+        link = self._roots.get(key)
+        if link is None:
+            link = Link(self.hasher.root(model, lora, cache_salt), [], b"")
+            self._roots.put(key, link)
+        return link
+
+    def hashes(self, root: Link, segments: Iterable[Segment]) -> list[bytes]:
+        """Return the hashes of all whole chunks of the segments' tokens."""
+        get = self._links.get
+        link = root
+        hashes: list[bytes] = []
+        for segment in segments:
+            key = (link.number, segment.number)
+            following = get(key)
+            if following is None:
+                following = self._extend(link, segment)
+                self._links.put(key, following)
+            link = following
+            if link.hashes:
+                hashes += link.hashes
+        return hashes
+
+    def _extend(self, link: Link, segment: Segment) -> Link:
+        tokens = link.tail + segment.ids
+        hashes = self.hasher.chain(link.last, tokens)
+        rest = len(hashes) * self.hasher.chunk_bytes
+        return Link(hashes[-1] if hashes else link.last, hashes, tokens[rest:])

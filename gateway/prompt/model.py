@@ -1,0 +1,104 @@
+"""What it takes to tokenize the prompts of one model as its engine does: tokenizer, chat templates, caches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gateway.config import ModelConfig
+from gateway.prompt.chat import Chat
+from gateway.prompt.renderer import ChatRenderer
+from gateway.prompt.segments import Cutter, Segment, SegmentCache, choose_tokens
+from gateway.prompt.template import ChatTemplate, TemplateError, load_templates
+from gateway.prompt.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+
+log = logging.getLogger("kvway")
+
+# A conversation that every template renders, to see which tokens part messages from each other.
+_EXAMPLE: Final = Chat(
+    shapes=["user", "assistant", "user"],
+    leaves=["What comes first?", "This comes second.", "And what comes last?"],
+)
+
+
+@dataclass(slots=True)
+class Model:
+    """A model whose prompts can be tokenized here.
+
+    Attributes:
+        segments: token ids by text; shared by models with the same tokenizer.
+        cutter: cuts texts into segments.
+        renderer: renders chats; None where the model has no usable chat template.
+        before: what the engine puts before a text with ``add_special_tokens``.
+        after: what it puts after it.
+    """
+
+    segments: SegmentCache
+    cutter: Cutter
+    renderer: ChatRenderer | None
+    before: list[Segment]
+    after: list[Segment]
+
+
+def load_models(
+    configs: Iterable[ModelConfig], max_bytes: int, executor: Executor
+) -> dict[tuple[Path | None, Path | None], Model]:
+    """Load what is configured; what cannot be loaded is logged and left out.
+
+    Args:
+        configs: of models.
+        max_bytes: bound on all segment caches together.
+        executor: where long texts are encoded and plans drawn up.
+
+    Returns:
+        Models by tokenizer path and template path.
+    """
+    wanted = {
+        (config.tokenizer, config.chat_template): config.tokenizer
+        for config in configs
+        if config.tokenizer is not None and config.source in ("auto", "tokenizer")
+    }
+    tokenizers: dict[Path, Tokenizer] = {}
+    for path in dict.fromkeys(wanted.values()):
+        try:
+            tokenizers[path] = load_tokenizer(path)
+        except TokenizerError as error:
+            log.warning("%s. Until then its models are routed by approximate chunks of bytes", error)
+    by_digest = {tokenizer.digest: tokenizer for tokenizer in tokenizers.values()}
+    caches = {
+        digest: SegmentCache(tokenizer.encoder, max_bytes // len(by_digest), executor)
+        for digest, tokenizer in by_digest.items()
+    }
+    return {
+        key: _assemble(tokenizers[path], key[1], caches[tokenizers[path].digest], executor)
+        for key, path in wanted.items()
+        if path in tokenizers
+    }
+
+
+def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCache, executor: Executor) -> Model:
+    try:
+        templates = load_templates(tokenizer.directory, tokenizer.config, template, tokenizer.special_tokens)
+    except TemplateError as error:
+        log.warning("%s. Until then chats are routed by approximate chunks of bytes", error)
+        templates = None
+    cutter = Cutter(_cut_before(templates[0], tokenizer) if templates else ())
+    return Model(
+        segments,
+        cutter,
+        ChatRenderer(*templates, cutter, executor) if templates else None,
+        [Segment("", tokenizer.prefix)] if tokenizer.prefix else [],
+        [Segment("", tokenizer.suffix)] if tokenizer.suffix else [],
+    )
+
+
+def _cut_before(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
+    try:
+        example = template.render(_EXAMPLE)
+    except TemplateError:  # it may want a system message, or tools; then texts stay whole, which is slower but as exact
+        return []
+    return choose_tokens(tokenizer.added_tokens, example, _EXAMPLE.leaves)

@@ -1,0 +1,234 @@
+"""From a request to its chunk hashes, by the best source of tokens that there is for its model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import msgspec
+
+from gateway.config import Config
+from gateway.fleet.registry import Candidates
+from gateway.prompt.chains import Chains, Link
+from gateway.prompt.chat import template_variables
+from gateway.prompt.conversation import Outline, Unreadable, outline
+from gateway.prompt.engine import EngineError, EngineTokenizer
+from gateway.prompt.model import Model, load_models
+from gateway.prompt.renderer import ChatRenderer
+from gateway.prompt.request import ChatRequest, CompletionRequest, InferenceRequest
+from gateway.prompt.segments import Segment
+from gateway.prompt.template import TemplateError
+from gateway.prompt.tokenizer import pack
+from policies.chunks import TOKEN_BYTES, ChunkHasher
+
+log = logging.getLogger("kvway")
+
+# Longer chats are rendered in a thread: a template takes some 10 µs per message.
+_INLINE_MESSAGES: Final = 400
+
+
+class Prompt:
+    """A prompt as routing sees it.
+
+    Attributes:
+        tokens: its length in tokens; an estimate unless ``exact``.
+        chunks: chained chunk hashes, whole chunks only; empty where the prompt could not be read.
+        exact: whether tokens and chunks are the engine's.
+    """
+
+    __slots__ = ("_parts", "chunks", "exact", "tokens")
+
+    def __init__(self, tokens: int, chunks: list[bytes], exact: bool, parts: Sequence[bytes] = ()) -> None:
+        self.tokens = tokens
+        self.chunks = chunks
+        self.exact = exact
+        self._parts = parts
+
+    @property
+    def ids(self) -> bytes:
+        """All token ids, packed little-endian u32; empty unless ``exact``."""
+        return b"".join(self._parts)
+
+
+class PromptPipeline:
+    """Makes prompts of requests.
+
+    Args:
+        config: tokenizers are loaded here, which can take seconds; one that is missing or broken is logged, and its
+            models are routed by approximate chunks.
+    """
+
+    def __init__(self, config: Config) -> None:
+        settings = config.prompt
+        self._config = config
+        self._executor = ThreadPoolExecutor(2, "kvway-prompt")
+        hasher = ChunkHasher(settings.chunk_tokens, settings.hash_seed)
+        self._chains = Chains(hasher, settings.segment_cache_bytes // 4)
+        self._models = load_models(config.models.values(), settings.segment_cache_bytes // 2, self._executor)
+        self._engine = EngineTokenizer(settings.segment_cache_bytes // 4)
+        # without tokens, a chunk is as many bytes as a chunk of tokens usually has
+        words = max(1, round(settings.chunk_tokens * settings.bytes_per_token / TOKEN_BYTES))
+        self._byte_hasher = ChunkHasher(words, settings.hash_seed)
+        self._sources: dict[str, tuple[Model | None, bool]] = {}
+        self._bytes_per_token = settings.bytes_per_token
+
+    async def close(self) -> None:
+        """Stop threads and close connections."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        await self._engine.close()
+
+    async def prompt(self, request: InferenceRequest, candidates: Candidates) -> Prompt:
+        """Return the prompt of a request. It does not suspend unless there is much to tokenize, or an engine to ask.
+
+        Never raises for what a client sent: where only the engine can tell, the prompt has no chunks.
+        """
+        if request.opaque:
+            return self._unread(request)
+        try:
+            if isinstance(request, ChatRequest):
+                return await self._chat(request, candidates)
+            assert isinstance(request, CompletionRequest)
+            return await self._completion(request, candidates)
+        except (Unreadable, TemplateError) as error:
+            log.debug("a prompt cannot be read: %s", error)
+            return self._unread(request)
+
+    async def _chat(self, request: ChatRequest, candidates: Candidates) -> Prompt:
+        model, engine = self._source(candidates)
+        if model is not None and model.renderer is not None:
+            return await self._rendered(request, model, model.renderer, self._root(request, candidates))
+        if engine:
+            prompt = await self._from_engine(_chat_payload(request), request, candidates)
+            if prompt is not None:
+                return prompt
+        head = [bytes(request.tools), bytes(request.chat_template_kwargs)]
+        text = b"\n".join([*head, *map(msgspec.json.encode, request.messages)])
+        return self._approximate(text, request, candidates)
+
+    async def _rendered(self, request: ChatRequest, model: Model, renderer: ChatRenderer, root: Link) -> Prompt:
+        outlined = outline(request.messages, renderer.template_for(request).parts)
+        texts = renderer.planned(request, outlined)
+        if texts is None:
+            chat = renderer.chat(request, outlined)
+            if outlined.first_media is not None:
+                return await self._before_media(request, outlined, model, renderer, root)
+            if len(outlined.shapes) > _INLINE_MESSAGES:
+                loop = asyncio.get_running_loop()
+                texts = await loop.run_in_executor(self._executor, renderer.rendered, request, chat)
+            else:
+                texts = renderer.rendered(request, chat)
+            renderer.learn(request, outlined, chat, texts)
+        segments = model.segments.find(texts)
+        if segments is None:
+            segments = await model.segments.tokenize(texts)
+        if request.add_special_tokens:
+            segments = [*model.before, *segments, *model.after]
+        return self._exact(segments, root)
+
+    async def _before_media(
+        self, request: ChatRequest, outlined: Outline, model: Model, renderer: ChatRenderer, root: Link
+    ) -> Prompt:
+        texts, chars = renderer.certain_prefix(request, outlined)
+        known = self._exact(await model.segments.tokenize(texts), root)
+        return Prompt(max(known.tokens, self._estimate(chars)), known.chunks, False)
+
+    async def _completion(self, request: CompletionRequest, candidates: Candidates) -> Prompt:
+        first, others = self._first_prompt(request.prompt)
+        root = self._root(request, candidates)
+        if not isinstance(first, str):
+            try:
+                packed = pack(first)
+            except (OverflowError, TypeError) as error:
+                raise Unreadable(f"token ids: {error}") from None
+            return Prompt(len(first) + others, self._chains.hasher.chain(root.last, packed), True, [packed])
+        model, engine = self._source(candidates)
+        prompt = None
+        if model is not None:
+            texts = model.cutter.cut(first)
+            segments = model.segments.find(texts)
+            if segments is None:
+                segments = await model.segments.tokenize(texts)
+            if request.add_special_tokens:
+                segments = [*model.before, *segments, *model.after]
+            prompt = self._exact(segments, root)
+        elif engine:
+            payload = {"model": request.model, "prompt": first, "add_special_tokens": request.add_special_tokens}
+            prompt = await self._from_engine(payload, request, candidates)
+        if prompt is None:
+            prompt = self._approximate(first.encode(), request, candidates)
+        if others:
+            prompt.tokens += others
+            prompt.exact = False
+        return prompt
+
+    def _first_prompt(self, prompt: Any) -> tuple[str | list[int], int]:
+        """Return the first of a request's prompts, by which it is routed, and about how many tokens the others have."""
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return prompt, 0
+        first, *others = prompt
+        if isinstance(first, str) and all(isinstance(other, str) for other in others):
+            return first, sum(self._estimate(len(other)) for other in others)
+        if isinstance(first, list) and all(isinstance(other, list) for other in others):
+            return first, sum(map(len, others))
+        raise Unreadable("a list of prompts of several kinds")
+
+    async def _from_engine(
+        self, payload: dict[str, Any], request: InferenceRequest, candidates: Candidates
+    ) -> Prompt | None:
+        worker = random.choice(candidates.workers)
+        try:
+            packed = await self._engine.ids(worker.config.url, payload)
+        except EngineError as error:
+            log.warning("%s; the request is routed by approximate chunks", error)
+            return None
+        root = self._root(request, candidates)
+        return Prompt(len(packed) // TOKEN_BYTES, self._chains.hasher.chain(root.last, packed), True, [packed])
+
+    def _source(self, candidates: Candidates) -> tuple[Model | None, bool]:
+        """Return the model if its prompts can be tokenized here, and whether to ask the engine instead."""
+        source = self._sources.get(candidates.model)
+        if source is None:
+            config = self._config.model_config_for(candidates.model)
+            model = self._models.get((config.tokenizer, config.chat_template)) if config.source != "bytes" else None
+            source = self._sources[candidates.model] = (model, config.source == "engine")
+        return source
+
+    def _root(self, request: InferenceRequest, candidates: Candidates) -> Link:
+        return self._chains.root(candidates.model, candidates.lora, request.cache_salt)
+
+    def _exact(self, segments: Sequence[Segment], root: Link) -> Prompt:
+        parts = [segment.ids for segment in segments]
+        return Prompt(sum(map(len, parts)) // TOKEN_BYTES, self._chains.hashes(root, segments), True, parts)
+
+    def _approximate(self, text: bytes, request: InferenceRequest, candidates: Candidates) -> Prompt:
+        root = self._byte_hasher.root(candidates.model, candidates.lora, request.cache_salt)
+        return Prompt(self._estimate(len(text)), self._byte_hasher.chain(root, text), False)
+
+    def _unread(self, request: InferenceRequest) -> Prompt:
+        return Prompt(self._estimate(request.body_bytes), [], False)
+
+    def _estimate(self, length: int) -> int:
+        return max(1, int(length / self._bytes_per_token))
+
+
+def _chat_payload(request: ChatRequest) -> dict[str, Any]:
+    """Return the ``/tokenize`` request that gives a chat's tokens.
+
+    Raises:
+        Unreadable: there are media, which the engine would fetch, or fields that it would refuse.
+    """
+    if outline(request.messages, parts=False).first_media is not None:
+        raise Unreadable("media")
+    payload = {
+        "model": request.model,
+        "messages": request.messages,
+        "chat_template_kwargs": template_variables(request),
+        "add_generation_prompt": request.add_generation_prompt,
+        "continue_final_message": request.continue_final_message,
+        "add_special_tokens": request.add_special_tokens,
+    }
+    return {**payload, "tools": request.tools} if bytes(request.tools) else payload

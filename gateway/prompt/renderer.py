@@ -1,0 +1,185 @@
+"""From a chat request to the texts of its segments: by a plan where there is one, else by the template itself."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import replace
+from threading import Lock
+from typing import Any, Final
+
+from gateway.prompt.cache import ByteCache, Entry
+from gateway.prompt.chat import Chat, Tools, parse_tools
+from gateway.prompt.conversation import Outline, outline
+from gateway.prompt.plan import Leaves, Plan, Recipe
+from gateway.prompt.request import ChatRequest
+from gateway.prompt.segments import Cutter
+from gateway.prompt.template import ChatTemplate
+from gateway.prompt.tracing import PlanDrafter
+
+_PLANS_BYTES: Final = 16 * 2**20
+_TOOLS_BYTES: Final = 16 * 2**20
+# One shape can need several plans, one for each set of answers to the template's questions.
+_PLANS_PER_SHAPE: Final = 4
+_DRAFTS_PER_SHAPE: Final = 8
+_MESSAGES_PER_PLAN: Final = 512
+
+_Key = tuple[tuple[Any, ...], bytes, bytes, bytes, str | None, bool]
+
+
+class _Plans(Entry):
+    """The plans of one shape of conversation, each with recipes for its segments."""
+
+    __slots__ = ("drafts", "plans")
+
+    def __init__(self, key: _Key) -> None:
+        shapes, tools, *_ = key
+        super().__init__(2_000 + 3_000 * len(shapes) + 4 * len(tools))
+        self.plans: list[tuple[Plan, list[Recipe]]] = []
+        self.drafts = 0
+
+
+class _KnownTools(Entry):
+    __slots__ = ("tools",)
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(1_000 + 8 * len(raw))
+        self.tools = parse_tools(raw)
+
+
+class ChatRenderer:
+    """Renders the chats of one model.
+
+    Args:
+        template: for requests without tools.
+        tool_template: for requests with tools; often the same one.
+        cutter: cuts rendered text into segments.
+        executor: where plans are drawn up.
+    """
+
+    def __init__(self, template: ChatTemplate, tool_template: ChatTemplate, cutter: Cutter, executor: Executor) -> None:
+        self._templates = {False: template, True: tool_template}
+        self._drafters = {chosen: PlanDrafter(chosen) for chosen in {template, tool_template}}
+        self._drafting = Lock()  # a drafter holds the state of one draft
+        self._cutter = cutter
+        self._executor = executor
+        self._plans: ByteCache[_Key, _Plans] = ByteCache(_PLANS_BYTES)
+        self._tools: ByteCache[bytes, _KnownTools] = ByteCache(_TOOLS_BYTES)
+
+    def template_for(self, request: ChatRequest) -> ChatTemplate:
+        """Return the template that the engine would use."""
+        return self._templates[bytes(request.tools) not in (b"", b"null")]
+
+    def planned(self, request: ChatRequest, outlined: Outline) -> list[str] | None:
+        """Return the texts of the request's segments if a plan knows them, else None."""
+        entry = self._plans.get(_key(request, outlined))
+        if entry is not None and not request.continue_final_message:
+            for plan, recipes in entry.plans:
+                if plan.serves(outlined.leaves):
+                    return _followed(recipes, outlined.leaves)
+        return None
+
+    def chat(self, request: ChatRequest, outlined: Outline) -> Chat:
+        """Return what the template needs to render the request.
+
+        Raises:
+            Unreadable: only the engine knows what it makes of the request.
+        """
+        return Chat.of(request, outlined, self._parsed_tools(bytes(request.tools)))
+
+    def rendered(self, request: ChatRequest, chat: Chat) -> list[str]:
+        """Return the texts of the request's segments, from the template. Safe to call in a thread.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        return self._cutter.cut(self.template_for(request).render(chat))
+
+    def certain_prefix(self, request: ChatRequest, outlined: Outline) -> tuple[list[str], int]:
+        """Return the segments before the first image, audio or video, and how many characters the whole chat has.
+
+        What the engine puts in a medium's place is not known here. But it renders the messages before it as it would
+        without the medium, as far as the rendering of those messages alone and that of the whole chat agree; and of
+        that, all but the last segment is certain not to be continued by anything else.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+            Unreadable: only the engine knows what it makes of the request.
+        """
+        assert outlined.first_media is not None
+        template = self.template_for(request)
+        whole_chat = replace(self.chat(request, outlined), continue_final_message=False)
+        whole = template.render(whole_chat)
+        if outlined.first_media == 0:
+            return [], len(whole)
+        before = outline(request.messages[: outlined.first_media], template.parts)
+        chat = replace(
+            whole_chat,
+            shapes=before.shapes,
+            leaves=before.leaves,
+            add_generation_prompt=False,
+            continue_final_message=False,
+        )
+        common = _common_prefix(template.render(chat), whole)
+        return self._cutter.cut(common)[:-1], len(whole)
+
+    def learn(self, request: ChatRequest, outlined: Outline, chat: Chat, texts: list[str]) -> None:
+        """Consider a plan for conversations like this one: a shape seen for the second time gets one, in a thread."""
+        if len(chat.shapes) > _MESSAGES_PER_PLAN or chat.continue_final_message:
+            return
+        key = _key(request, outlined)
+        entry = self._plans.get(key)
+        if entry is None:
+            self._plans.put(key, _Plans(key))
+        elif entry.drafts < _DRAFTS_PER_SHAPE and len(entry.plans) < _PLANS_PER_SHAPE:
+            entry.drafts += 1
+            drafter = self._drafters[self.template_for(request)]
+            self._executor.submit(self._draft, entry, drafter, chat, "".join(texts))
+
+    def _draft(self, entry: _Plans, drafter: PlanDrafter, chat: Chat, text: str) -> None:
+        with self._drafting:
+            if any(plan.serves(chat.leaves) for plan, _ in entry.plans):
+                return
+            plan = drafter.draft(chat, text)
+        if plan is None:
+            return
+        recipes = plan.recipes(self._cutter.starts)
+        if "".join(_followed(recipes, chat.leaves)) == text:
+            entry.plans.append((plan, recipes))
+
+    def _parsed_tools(self, raw: bytes) -> Tools | None:
+        if not raw:
+            return None
+        known = self._tools.get(raw)
+        if known is None:
+            known = _KnownTools(raw)
+            self._tools.put(raw, known)
+        return known.tools
+
+
+def _key(request: ChatRequest, outlined: Outline) -> _Key:
+    """Return everything that a rendering depends on, but for the leaves and the time."""
+    return (
+        tuple(outlined.shapes),
+        bytes(request.tools),
+        bytes(request.chat_template_kwargs),
+        bytes(request.documents),
+        request.reasoning_effort,
+        request.add_generation_prompt,
+    )
+
+
+def _followed(recipes: list[Recipe], leaves: Leaves) -> list[str]:
+    return [recipe if isinstance(recipe, str) else recipe(leaves) for recipe in recipes]
+
+
+def _common_prefix(one: str, other: str) -> str:
+    if other.startswith(one):
+        return one
+    alike, differing = 0, min(len(one), len(other)) + 1
+    while differing - alike > 1:
+        middle = (alike + differing) // 2
+        if one[:middle] == other[:middle]:
+            alike = middle
+        else:
+            differing = middle
+    return one[:alike]

@@ -1,0 +1,180 @@
+"""Segments: pieces of a text that tokenize on their own, and the cache of their ids.
+
+A text may be cut before an added token if that token is certain to be matched there, whatever surrounds it, because
+tokenizers normalise and pre-tokenize the text between added tokens piece by piece. Each segment but the first begins
+with such a token and keeps it, so that rules for the beginning of a text apply to the first segment alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from itertools import combinations, pairwise
+from typing import Final
+
+from gateway.prompt.cache import ByteCache, Entry
+from gateway.prompt.tokenizer import AddedToken, Encoder
+from gateway.tasks import spawn
+from policies.chunks import TOKEN_BYTES
+
+_SEGMENT_OVERHEAD: Final = 300  # bytes of Python objects per cached segment
+
+
+class Segment(Entry):
+    """Token ids of one segment of text.
+
+    Attributes:
+        ids: packed little-endian u32.
+        number: names this segment; never used for another one.
+    """
+
+    __slots__ = ("ids", "number")
+
+    _count = 0
+
+    def __init__(self, text: str, ids: bytes) -> None:
+        super().__init__(text.__sizeof__() + len(ids) + _SEGMENT_OVERHEAD)
+        self.ids = ids
+        Segment._count += 1
+        self.number = Segment._count
+
+    def __len__(self) -> int:
+        return len(self.ids) // TOKEN_BYTES
+
+
+def is_certain(token: AddedToken, added: Iterable[AddedToken]) -> bool:
+    """Return whether a text may be cut before every occurrence of ``token``.
+
+    ``tokenizers`` finds all tokens that are matched before normalisation in one left-most longest pass, so a token is
+    certain where it occurs if no other one can overlap or contain it. Its neighbours must not change either: with
+    ``lstrip`` it would take space from the segment before; if it began with a space, a token with ``rstrip`` could take
+    that; if it began with a letter, a ``single_word`` token before it would be matched only at the end of a segment.
+    """
+    first = token.content[:1]
+    if token.normalized or token.lstrip or token.single_word or not first:
+        return False
+    if first.isalnum() or first.isspace() or first == "_":
+        return False
+    return not any(_may_cover(other.content, token.content) for other in added if not other.normalized)
+
+
+def _may_cover(other: str, token: str) -> bool:
+    """Return whether a match of ``other`` that does not begin after an occurrence of ``token`` can reach into it."""
+    reaches_in = any(other.endswith(token[:size]) for size in range(1, min(len(other), len(token))))
+    return reaches_in or (token in other and token != other)
+
+
+class Cutter:
+    """Cuts texts into segments before the given tokens, all of which must be certain."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        self.tokens = tuple(tokens)
+
+    def starts(self, text: str) -> list[int]:
+        """Return the positions of the tokens in ``text``."""
+        found: list[int] = []
+        for token in self.tokens:
+            at = text.find(token)
+            while at >= 0:
+                found.append(at)
+                at = text.find(token, at + len(token))
+        if len(self.tokens) > 1:
+            found.sort()
+        return found
+
+    def cut(self, text: str) -> list[str]:
+        """Return the segments of ``text``; they join to it."""
+        if not text:
+            return []
+        starts = self.starts(text)
+        if not starts or starts[0]:
+            starts.insert(0, 0)
+        return [text[start:end] for start, end in pairwise([*starts, len(text)])]
+
+
+def choose_tokens(added: Sequence[AddedToken], example: str, marks: Sequence[str]) -> list[str]:
+    """Return the fewest certain tokens (at most two) that part the messages of a conversation from each other.
+
+    Args:
+        added: all added tokens of the tokenizer.
+        example: an example conversation as rendered by the model's template.
+        marks: texts of its messages, each found in it once.
+    """
+    seen = [token for token in added if token.content in example and is_certain(token, added)]
+    names = sorted((token.content for token in seen), key=example.index)
+    for tokens in [*((name,) for name in names), *combinations(names, 2)]:
+        segments = Cutter(tokens).cut(example)
+        if all(sum(mark in segment for mark in marks) <= 1 for segment in segments):
+            return list(tokens)
+    return names[:2]
+
+
+class SegmentCache:
+    """Ids by text, for one tokenizer; a text is encoded once, however many requests ask for it at the same time.
+
+    Args:
+        encoder: encodes what is not known yet.
+        max_bytes: bound on texts and ids together.
+        executor: where long texts are encoded.
+    """
+
+    def __init__(self, encoder: Encoder, max_bytes: int, executor: Executor) -> None:
+        self.known: ByteCache[str, Segment] = ByteCache(max_bytes)
+        self._encoder = encoder
+        self._executor = executor
+        self._pending: dict[str, asyncio.Future[Segment]] = {}
+
+    def find(self, texts: Sequence[str]) -> list[Segment] | None:
+        """Return the segments of ``texts`` if they are known or quick to encode; else None, see ``tokenize``."""
+        found = list(map(self.known.get, texts))
+        missing = _missing(texts, found)
+        if sum(map(len, missing)) > self._encoder.inline_chars:
+            return None
+        fresh = self._keep(missing, self._encoder.encode(missing)) if missing else {}
+        return _filled(texts, found, fresh)
+
+    async def tokenize(self, texts: Sequence[str]) -> list[Segment]:
+        """Return the segments of ``texts``; what is not known is encoded in a thread, once for all who wait for it."""
+        found = list(map(self.known.get, texts))
+        missing = _missing(texts, found)
+        unclaimed = [text for text in missing if text not in self._pending]
+        if unclaimed:
+            loop = asyncio.get_running_loop()
+            self._pending.update((text, loop.create_future()) for text in unclaimed)
+            # a task of its own: a request that is cancelled must not take the others' result with it
+            spawn(self._encode_in_thread(unclaimed), "tokenize")
+        waiting = {text: self._pending[text] for text in missing}
+        fresh = {text: await asyncio.shield(future) for text, future in waiting.items()}
+        return _filled(texts, found, fresh)
+
+    async def _encode_in_thread(self, texts: list[str]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            ids = await loop.run_in_executor(self._executor, self._encoder.encode, texts)
+            fresh = self._keep(texts, ids)
+            for text in texts:
+                self._pending[text].set_result(fresh[text])
+        except Exception as error:
+            for text in texts:
+                self._pending[text].set_exception(error)
+                self._pending[text].exception()  # whoever waits gets it; that nobody does any more is no fault
+        finally:
+            for text in texts:
+                self._pending.pop(text).cancel()  # no effect on those that are done
+
+    def _keep(self, texts: list[str], ids: list[bytes]) -> dict[str, Segment]:
+        fresh = {text: Segment(text, packed) for text, packed in zip(texts, ids, strict=True)}
+        for text, segment in fresh.items():
+            self.known.put(text, segment)
+        return fresh
+
+
+def _missing(texts: Sequence[str], found: Sequence[Segment | None]) -> list[str]:
+    if None not in found:
+        return []
+    return list(dict.fromkeys(text for text, segment in zip(texts, found, strict=True) if segment is None))
+
+
+def _filled(texts: Sequence[str], found: Sequence[Segment | None], fresh: Mapping[str, Segment]) -> list[Segment]:
+    return [fresh[text] if segment is None else segment for text, segment in zip(texts, found, strict=True)]

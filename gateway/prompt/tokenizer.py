@@ -1,0 +1,275 @@
+"""Tokenizers: ``tokenizer.json`` in, packed little-endian u32 ids out.
+
+fastokens encodes some fifty times as fast as Hugging Face ``tokenizers``, but only what both encode alike is of use:
+at load it is held against ``tokenizers`` on a varied corpus, and where it differs or refuses, ``tokenizers`` serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import tokenizers
+
+from policies.chunks import TOKEN_BYTES
+
+try:
+    import fastokens
+except ImportError:  # no wheel for this platform
+    fastokens = None
+
+log = logging.getLogger("kvway")
+
+_SPECIAL_TOKEN_NAMES: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class TokenizerError(Exception):
+    """There is no usable tokenizer; the message says where it was looked for and what to do."""
+
+
+class Encoder(Protocol):
+    """Encodes texts without adding anything to them.
+
+    Attributes:
+        inline_chars: how much text may be encoded on the event loop; more would delay other streams noticeably.
+    """
+
+    inline_chars: int
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """Return one packed array of ids per text."""
+        ...
+
+
+class FastEncoder:
+    """Encoder on fastokens."""
+
+    inline_chars = 65_536
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """Return one packed array of ids per text."""
+        ids, packed_offsets = self._tokenizer.encode_batch_flat(list(texts))
+        offsets = memoryview(packed_offsets).cast("Q")
+        return [ids[start * TOKEN_BYTES : end * TOKEN_BYTES] for start, end in pairwise(offsets)]
+
+
+class HuggingFaceEncoder:
+    """Encoder on ``tokenizers``. Only its batch call lets other threads run."""
+
+    inline_chars = 4_096
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """Return one packed array of ids per text."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [pack(encoding.ids) for encoding in encodings]
+
+
+def pack(ids: Sequence[int]) -> bytes:
+    """Pack token ids as little-endian u32.
+
+    Raises:
+        OverflowError: an id is negative or does not fit.
+        TypeError: an id is not an integer.
+    """
+    packed = array("I", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is found in the text before anything else happens to it; fields as in ``tokenizer.json``."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+    special: bool = False
+
+
+@dataclass(slots=True)
+class Tokenizer:
+    """A loaded tokenizer.
+
+    Attributes:
+        encoder: what encodes.
+        added_tokens: every added token.
+        special_tokens: ``bos_token``, ``eos_token`` …, as chat templates read them.
+        prefix: packed ids that the engine puts before a text with ``add_special_tokens``.
+        suffix: packed ids that it puts after it.
+        directory: where it was found.
+        config: ``tokenizer_config.json``, empty if there is none.
+        digest: of what determines its ids; tokenizers with equal digests share caches.
+    """
+
+    encoder: Encoder
+    added_tokens: list[AddedToken]
+    special_tokens: dict[str, str]
+    prefix: bytes
+    suffix: bytes
+    directory: Path
+    config: dict[str, Any]
+    digest: bytes
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load a tokenizer.
+
+    Args:
+        path: ``tokenizer.json``, or a directory that holds it; ``tokenizer_config.json`` is read from beside it.
+
+    Raises:
+        TokenizerError: the file is missing or broken.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        text = file.read_text("utf-8")
+        reference = tokenizers.Tokenizer.from_str(text)
+        listed = json.loads(text)["added_tokens"]
+    except OSError as error:
+        raise TokenizerError(
+            f"{file}: cannot be read ({error.strerror or error}); copy tokenizer.json of the model there, "
+            "or set models.<name>.tokenizer to the directory that holds it"
+        ) from None
+    except Exception as error:  # tokenizers raises plain Exception for a file it does not understand
+        raise TokenizerError(
+            f"{file}: is not a tokenizer.json that this version of tokenizers reads: {error}"
+        ) from None
+    config = read_json_object(file.with_name("tokenizer_config.json"))
+    missing = _tokens_only_in_config(config, listed)
+    reference.add_tokens([tokenizers.AddedToken(**_flags(token)) for token in missing])
+    reference.no_truncation()
+    reference.no_padding()
+    prefix, suffix = _around(reference)
+    known = [AddedToken(**{key: value for key, value in token.items() if key != "id"}) for token in listed]
+    added = [*(token for token in known if token.content not in {one.content for one in missing}), *missing]
+    return Tokenizer(
+        encoder=_encoder(text, reference, added, missing, file),
+        added_tokens=added,
+        special_tokens=_special_tokens(config),
+        prefix=prefix,
+        suffix=suffix,
+        directory=file.parent,
+        config=config,
+        digest=hashlib.sha256(text.encode() + repr(added).encode()).digest(),
+    )
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty if there is no such file.
+
+    Raises:
+        TokenizerError: the file is there but is not a JSON object.
+    """
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{file}: must hold a JSON object")
+    return content
+
+
+def _encoder(
+    text: str, reference: tokenizers.Tokenizer, added: list[AddedToken], missing: list[AddedToken], file: Path
+) -> Encoder:
+    """Return the fastest encoder that agrees with ``reference``."""
+    slow = HuggingFaceEncoder(reference)
+    if fastokens is None:
+        return slow
+    try:
+        tokenizer = fastokens.Tokenizer.from_json_str(text)
+        tokenizer.add_tokens(missing)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        fast = FastEncoder(tokenizer)
+        corpus = varied_texts([token.content for token in added])
+        differing = sum(one != other for one, other in zip(fast.encode(corpus), slow.encode(corpus), strict=True))
+    except Exception as error:  # it refuses pre-tokenizers that it does not implement
+        log.info("%s: fastokens does not take it (%s); tokenizers serves, more slowly", file, error)
+        return slow
+    if differing:
+        log.warning("%s: fastokens gives other ids on %d texts; tokenizers serves, more slowly", file, differing)
+        return slow
+    return fast
+
+
+def varied_texts(tokens: Sequence[str]) -> list[str]:
+    """Return texts that tell tokenizers apart: scripts, spaces, digits, code, and the given tokens among them."""
+    plain = [
+        "",
+        " ",
+        "a",
+        "Hello, world! It's the user's 1st test; isn't it? THEY'LL see. we've I'm he'd",
+        "  leading, trailing  \n\n\n and   inner \t\t spaces \r\n\r\n ends \u00a0\u2003here\u3000",
+        "def f(x: int) -> str:\n    return f'{x:>10}'  # comment\n\tif a != b and c <= d:\n\t\tpass\n",
+        '{"name": "get_weather", "arguments": {"city": "Zürich", "days": [1, 23, 456, 7890, -1.5e-7]}}',
+        "https://example.org/a/b?c=d&e=%20f#g  user@example.org  /usr/lib/x86_64-linux-gnu/libc.so.6",
+        "0 1 12 123 1234 12345 1234567890 3.14159 1,000,000 0xFF ½ ² ①",
+        "Ünïcödé ﬁ ﬂ e\u0301 é Å Å ẛ̣ naïve façade Straße İstanbul",
+        "日本語のテキスト。中文字符，한국어 텍스트 ไทย العربية עברית हिन्दी Ελληνικά русский",
+        "😀👍🏽👩‍👩‍👧‍👦🇩🇪❤️ \U0001f9d1\u200d\U0001f4bb \ufeff\u200b\u200e",
+        "\x00\x01\x7f\x80\ufffd\ue000\U0010ffff",
+        "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" + "=" * 80 + "\n" * 40 + " " * 90,
+        "<|im_start|>user\nx<|im_end|> <s>[INST] y [/INST]</s> <unk><pad>▁▁ ##ing Ġthe Ċ",
+    ]
+    sample = list(dict.fromkeys([*tokens[:48], *tokens[-16:]]))
+    between = [f"{token}{plain[3]}{token} x {token}\n\n{token}{token}  y{token}z" for token in sample]
+    return [*plain, *between, "".join(sample), " ".join(sample), "".join(plain)]
+
+
+def _tokens_only_in_config(config: dict[str, Any], listed: list[dict[str, Any]]) -> list[AddedToken]:
+    """Return the tokens that ``transformers`` adds, or whose flags it changes, because of ``tokenizer_config.json``."""
+    declared = config.get("added_tokens_decoder")
+    if not isinstance(declared, dict):
+        return []
+    try:
+        tokens = [AddedToken(**token) for _, token in sorted(declared.items(), key=lambda item: int(item[0]))]
+    except (TypeError, ValueError) as error:
+        raise TokenizerError(f"tokenizer_config.json: added_tokens_decoder is not understood: {error}") from None
+    known = [AddedToken(**{key: value for key, value in token.items() if key != "id"}) for token in listed]
+    return [token for token in tokens if token not in known]
+
+
+def _flags(token: AddedToken) -> dict[str, Any]:
+    return {name: getattr(token, name) for name in AddedToken.__slots__}
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(f"{name}_token")
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[f"{name}_token"] = content
+    return tokens
+
+
+def _around(tokenizer: tokenizers.Tokenizer) -> tuple[bytes, bytes]:
+    """Return the packed ids that the post-processor puts before and after a text."""
+    bare = tokenizer.encode("a b", add_special_tokens=False).ids
+    full = tokenizer.encode("a b", add_special_tokens=True).ids
+    for before in range(len(full) - len(bare) + 1):
+        if full[before : before + len(bare)] == bare:
+            return pack(full[:before]), pack(full[before + len(bare) :])
+    raise TokenizerError(
+        "the tokenizer's post-processor does more than to put tokens around a text; use source: engine"
+    )
