@@ -52,6 +52,10 @@ class Valkey:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
+    def restart_if_killed(self) -> None:
+        if self._server is None:
+            self.start()
+
     def _signal(self, number: signal.Signals) -> None:
-        assert self._server is not None and self._server._process is not None
-        os.kill(self._server._process.pid, number)
+        if self._server is not None and self._server._process is not None:
+            os.kill(self._server._process.pid, number)

@@ -78,6 +78,7 @@ class Publisher:
         self._private = count(FIRST_PRIVATE_SLOT)
         self._owners: dict[int, str] = {}  # our slots, until nothing is left of them in Redis → owner
         self._numbers: dict[int, int] = {}  # our slots → number in Redis, where they have one
+        self._claiming = asyncio.Lock()
         self._leaving: set[int] = set()
         self._waiting: dict[int, set[bytes]] = {}  # slot → keys to be written
         self._work = asyncio.Event()
@@ -114,12 +115,15 @@ class Publisher:
         """Return a slot for ``worker``: within a second, and a private one if Redis is away."""
         owner = f"{self._replica} {worker}"
         number = None
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
                 await self.up.wait()
-                number = await self._store.claim(owner)
-        except UNREACHABLE as error:
-            self.failed(error)
+        async with self._claiming:  # a fleet that joins at once should not take a connection per worker
+            if self.up.is_set():
+                try:
+                    number = await self._store.claim(owner)
+                except UNREACHABLE as error:
+                    self.failed(error)
         slot = next(self._private) if number is None or number in self._owners else number
         if number is not None:
             self._numbers[slot] = number
