@@ -85,8 +85,9 @@ def explain(
 ) -> None:
     """Show where a request would go now, and why, term by term."""
     import httpx
+    from rich.console import Console
 
-    from gateway.admin.render import print_explanation
+    from gateway.admin.explain import print_explanation
 
     try:
         body = sys.stdin.buffer.read() if str(request) == "-" else request.read_bytes()
@@ -104,7 +105,7 @@ def explain(
     if as_json:
         typer.echo(answer.text)
     else:
-        print_explanation(explanation)
+        print_explanation(explanation, Console())
 
 
 @app.command()
