@@ -216,7 +216,7 @@ class _Generating(Response):
             self._abort()
 
     async def _send_whole(self, send: Send) -> None:
-        while not self._answer.done:
+        while not self._answer.complete:
             if not await self._more():
                 return
         body = self._answer.whole()
@@ -227,7 +227,7 @@ class _Generating(Response):
         # As in vLLM, the head leaves when the request is queued, long before the first token.
         await _start(send, (b"content-type", b"text/event-stream; charset=utf-8"))
         cut = self._faults.meet("cut")
-        while not self._answer.done:
+        while not self._answer.written:
             if not await self._more():
                 return
             data = self._answer.chunks()

@@ -195,9 +195,14 @@ class Answer:
         return sum(self._written)
 
     @property
-    def done(self) -> bool:
-        """Whether every generation is."""
+    def complete(self) -> bool:
+        """Whether every token exists."""
         return all(generation.done for generation in self._generations)
+
+    @property
+    def written(self) -> bool:
+        """Whether every token is in the chunks so far."""
+        return self.tokens_written == sum(generation.request.output_tokens for generation in self._generations)
 
     def whole(self) -> bytes:
         """Return the answer as one JSON document."""

@@ -96,6 +96,7 @@ class SimWorker:
             self._drop_everything()
             self.died.set()
         elif fault.kind == "hang":
+            self._end_hang()
             self._answering.clear()
             self.engine.pause()
             if fault.seconds:
