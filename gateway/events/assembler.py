@@ -1,0 +1,379 @@
+"""One worker's engine blocks → the chunks it holds, tier by tier.
+
+Engines speak of blocks by opaque hashes, of 1 to some hundred tokens each; the index knows chunks. A chunk rests on
+every block that overlaps it. Prompts that part inside a chunk make two chunks that rest on the same first blocks. Block
+sizes may differ and need not divide the chunk; but a prompt that parts inside a block from what is cached is then
+credited with the whole chunks up to there, less than a block too much.
+
+What counts as held:
+
+* A tier holds a block as long as the engine has announced it there more often than it has removed it. vLLM stores and
+  removes every copy of a block separately, and offloading announces a block once per offloaded chunk that contains it.
+* A tier holds a chunk if it holds every block of it. A chunk whose blocks are spread over tiers can be used once the
+  slowest of them has been brought up, so the slowest tier that is needed counts as holding it too.
+* A reset empties every tier: the event names none, and too little is the safe side.
+* Of a hybrid model's cache groups, the first that is seen to hold reusable prefixes stands for all.
+
+A block's hash settles its content for the life of the engine, so its first description stays: copies made by
+offloading are announced without the salt, the adapter or the images of the original.
+
+A million objects that the garbage collector tracks would stall the event loop some 100 ms per collection. Hence blocks
+are untracked structs, and they refer to each other by hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final, NamedTuple
+
+import msgspec
+
+from gateway.events.decode import Event, Hash, Removed, Stored
+from policies.base import N_TIERS, Tier
+from policies.chunks import TOKEN_BYTES, ChunkHasher
+
+MAX_BLOCKS: Final = 2_000_000
+MAX_ORPHANS: Final = 50_000
+
+# Sets of tiers are bit masks, as in the index. The *standing* of some consecutive blocks is one byte: in its low half
+# the tiers that hold all of them, in its high half the slowest that is needed; 0 if a block is held nowhere.
+_EVERY: Final = (1 << N_TIERS) - 1
+_NO_BLOCKS: Final = _EVERY
+_TIERS_OF: Final = tuple(tuple(tier for tier in Tier if tiers >> tier & 1) for tiers in range(_EVERY + 1))
+
+
+def _join(standing: int, tiers: int) -> int:
+    """Return the standing of some blocks and one more, which ``tiers`` hold."""
+    if not standing or not tiers:
+        return 0
+    fastest = tiers & -tiers
+    return (standing & tiers) | max(standing >> N_TIERS, fastest) << N_TIERS
+
+
+_JOIN: Final = tuple(bytes(_join(standing, tiers) for tiers in range(_EVERY + 1)) for standing in range(256))
+_ALONE: Final = _JOIN[_NO_BLOCKS]
+
+
+class ChunkRun(NamedTuple):
+    """Chunks of one chain, those nearer to its beginning first; ``root`` is the chain's first chunk."""
+
+    tier: Tier
+    root: bytes
+    chunks: list[bytes]
+
+
+class Changes(NamedTuple):
+    """What to do to the index, in this order: clear, store, remove."""
+
+    cleared: bool
+    stored: list[ChunkRun]
+    removed: list[ChunkRun]
+
+
+class _Block(msgspec.Struct, gc=False, eq=False):
+    """One engine block.
+
+    Attributes:
+        parent: hash of the block before it, None at the beginning of a prompt.
+        tokens: packed token ids.
+        extra: multimodal items that reach into it.
+        tiers: those that hold it; none while it only links its children to the beginning.
+        standing: of the first chunk that it is part of, as far as its own end.
+        chain: hash of the last whole chunk up to its end, or the chain's seed; empty for an orphan, a block whose way
+            to the beginning of its prompt is not known.
+        root: the chain's first chunk; empty until that is complete.
+        open: tokens since the last whole chunk, at its end.
+        chunks: those that end in it.
+        next: hash of the block attached after it, or a dict of several.
+    """
+
+    parent: Hash | None
+    tokens: bytes
+    extra: tuple[bytes, ...] = ()
+    tiers: int = 0
+    standing: int = 0
+    chain: bytes = b""
+    root: bytes = b""
+    open: int = 0
+    chunks: tuple[bytes, ...] = ()
+    next: Hash | dict[Hash, None] | None = None
+
+    def link(self, key: Hash) -> None:
+        if self.next is None:
+            self.next = key
+        elif isinstance(self.next, dict):
+            self.next[key] = None
+        else:
+            self.next = {self.next: None, key: None}
+
+    def unlink(self, key: Hash) -> None:
+        if isinstance(self.next, dict):
+            del self.next[key]
+            self.next = self.next or None
+        else:
+            self.next = None
+
+    def onward(self) -> int:
+        """Return the standing with which a block after this one begins."""
+        if not self.open:
+            return _NO_BLOCKS
+        return _ALONE[self.tiers] if self.chunks else self.standing
+
+
+class Assembler:
+    """Follows the cache of one incarnation of a worker.
+
+    Args:
+        hasher: hashes chunks.
+        model: the worker's base model.
+        max_blocks: more blocks than this are not kept; the oldest leaves go first.
+        max_orphans: the same for blocks whose parent has not been announced.
+    """
+
+    def __init__(
+        self, hasher: ChunkHasher, model: str, max_blocks: int = MAX_BLOCKS, max_orphans: int = MAX_ORPHANS
+    ) -> None:
+        self.model = model
+        self._hasher = hasher
+        self._max_blocks = max_blocks
+        self._max_orphans = max_orphans
+        self._group: int | None = None
+        self._cleared = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._blocks: dict[Hash, _Block] = {}
+        self._copies: dict[tuple[Hash, Tier], int] = {}  # announcements beyond the first
+        self._orphans: dict[Hash, None] = {}
+        self._waiting: dict[Hash, dict[Hash, None]] = {}  # unknown parent → its orphans
+        self._holdings: dict[Tier, dict[bytes, int]] = {tier: {} for tier in Tier}  # chunk → blocks that end it
+        self._stored: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}  # chunk → root
+        self._removed: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}
+
+    def __len__(self) -> int:
+        """Blocks that are known."""
+        return len(self._blocks)
+
+    @property
+    def orphans(self) -> int:
+        """Blocks whose parent has not been announced."""
+        return len(self._orphans)
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Follow the engine's cache through ``events``."""
+        for event in events:
+            if type(event) is Removed:
+                self._remove(event)
+            elif type(event) is Stored:
+                self._store(event)
+            else:
+                self._reset()
+                self._cleared = True
+        if len(self._orphans) > self._max_orphans:
+            self._shed(list(islice(self._orphans, len(self._orphans) - self._max_orphans * 7 // 8)))
+        if len(self._blocks) > self._max_blocks:
+            leaves = (key for key, block in self._blocks.items() if block.next is None)
+            self._shed(list(islice(leaves, len(self._blocks) - self._max_blocks * 63 // 64)))
+
+    def take(self) -> Changes:
+        """Return what has changed in terms of chunks since the last call. What came and went does not show."""
+        changes = Changes(self._cleared, _runs(self._stored), _runs(self._removed))
+        self._cleared = False
+        return changes
+
+    def _store(self, event: Stored) -> None:
+        if not self._stands(event.group):
+            return
+        tokens, extras = event.tokens, event.extras
+        if tokens and self._group is None:
+            self._group = event.group
+        blocks, tier, parent = self._blocks, event.tier, event.parent
+        if parent is None:
+            before: _Block | None = _Block(None, b"", chain=self._hasher.root(self.model, event.lora, event.salt))
+        else:
+            before = blocks.get(parent)
+        size = event.block_size * TOKEN_BYTES
+        for number, key in enumerate(event.hashes):
+            block = blocks.get(key)
+            if block is not None:
+                self._hold(key, block, tier)
+            elif tokens:
+                block = _Block(parent, tokens[number * size : (number + 1) * size], extras[number] if extras else ())
+                blocks[key] = block
+                self._place(key, block, before, 1 << tier)
+            parent, before = key, block
+
+    def _remove(self, event: Removed) -> None:
+        if not self._stands(event.group):
+            return
+        for key in event.hashes:
+            block = self._blocks.get(key)
+            if block is None:
+                continue
+            gone = block.tiers if event.tier is None else block.tiers & 1 << event.tier
+            if self._copies:
+                for tier in _TIERS_OF[gone]:
+                    if self._drop_copy(key, tier):
+                        gone &= ~(1 << tier)
+            self._change(block, block.tiers & ~gone)
+            if not block.tiers and block.next is None:
+                self._forget(key, block)
+
+    def _stands(self, group: int | None) -> bool:
+        """Whether a cache group is the one that stands for all; None where the engine does not say."""
+        return group is None or self._group is None or group == self._group
+
+    def _hold(self, key: Hash, block: _Block, tier: Tier) -> None:
+        if block.tiers >> tier & 1:
+            self._copies[key, tier] = self._copies.get((key, tier), 0) + 1
+        else:
+            self._change(block, block.tiers | 1 << tier)
+
+    def _drop_copy(self, key: Hash, tier: Tier) -> bool:
+        """Take off one of several copies; False if there is only one."""
+        copies = self._copies.get((key, tier), 0)
+        if copies > 1:
+            self._copies[key, tier] = copies - 1
+        elif copies:
+            del self._copies[key, tier]
+        return copies > 0
+
+    def _place(self, key: Hash, block: _Block, before: _Block | None, tiers: int) -> None:
+        """Attach a new block and the orphans that have waited for it, or let it wait for its own parent."""
+        if before is None or not before.chain:
+            assert block.parent is not None
+            block.tiers = tiers
+            self._orphans[key] = None
+            self._waiting.setdefault(block.parent, {})[key] = None
+            return
+        self._attach(key, block, before, tiers)
+        if key not in self._waiting:
+            return
+        attached = [(key, block)]
+        while attached:
+            key, before = attached.pop()
+            for child in self._waiting.pop(key, ()):
+                del self._orphans[child]
+                block = self._blocks[child]
+                tiers, block.tiers = block.tiers, 0
+                self._attach(child, block, before, tiers)
+                attached.append((child, block))
+
+    def _attach(self, key: Hash, block: _Block, before: _Block, tiers: int) -> None:
+        """Carry the chain from ``before``, at whose end ``block`` begins, to the end of ``block``."""
+        before.link(key)
+        block.chain = before.chain
+        block.root = before.root
+        block.open = before.open + len(block.tokens) // TOKEN_BYTES
+        if block.open >= self._hasher.chunk_tokens:
+            self._complete(block, before.open)
+        self._set(block, tiers, before.onward())
+
+    def _complete(self, block: _Block, missing: int) -> None:
+        """Hash the chunks that end in ``block``; the first of them began ``missing`` tokens before it."""
+        members = [block]
+        while missing > 0:
+            parent = members[-1].parent
+            assert parent is not None
+            members.append(self._blocks[parent])
+            missing -= len(members[-1].tokens) // TOKEN_BYTES
+        members.reverse()
+        tokens = b"".join([member.tokens for member in members])
+        size = self._hasher.chunk_bytes
+        first = -missing * TOKEN_BYTES  # more than 0 if the oldest member began in the chunk before
+        for start in range(first, len(tokens) - size + 1, size):
+            extra = b"\0".join(dict.fromkeys(item for member in members for item in member.extra))
+            block.chain = self._hasher.next(block.chain, tokens[start : start + size], extra)
+            block.root = block.root or block.chain
+            block.chunks += (block.chain,)
+            members = [block]
+        block.open -= len(block.chunks) * self._hasher.chunk_tokens
+
+    def _change(self, block: _Block, tiers: int) -> None:
+        """Let ``tiers`` hold a block, and see what that means for the blocks after it in the same chunk."""
+        if not block.chain:
+            block.tiers = tiers
+            return
+        changed = [(block, tiers)]
+        while changed:
+            block, tiers = changed.pop()
+            onward = block.onward()
+            self._set(block, tiers, _NO_BLOCKS if block.parent is None else self._blocks[block.parent].onward())
+            if block.next is not None and block.onward() != onward:
+                keys = block.next if isinstance(block.next, dict) else (block.next,)
+                changed += [(child, child.tiers) for child in map(self._blocks.__getitem__, keys)]
+
+    def _set(self, block: _Block, tiers: int, standing: int) -> None:
+        """Let ``tiers`` hold a block that begins with ``standing``, and note what changes for the chunks it ends."""
+        before, before_alone = block.standing, _ALONE[block.tiers]
+        after = _JOIN[standing][tiers]
+        block.tiers, block.standing = tiers, after
+        for chunk in block.chunks:
+            if before != after:
+                self._note(chunk, block.root, _holders(before), _holders(after))
+            before, after = before_alone, _ALONE[tiers]  # chunks after the first rest on this block alone
+
+    def _note(self, chunk: bytes, root: bytes, before: int, after: int) -> None:
+        """Count the block runs by which each tier holds a chunk; the first and the last make a change."""
+        for tier in _TIERS_OF[before ^ after]:
+            runs = self._holdings[tier]
+            if after >> tier & 1:
+                runs[chunk] = runs.get(chunk, 0) + 1
+                if runs[chunk] == 1 and self._removed[tier].pop(chunk, None) is None:
+                    self._stored[tier][chunk] = root
+            elif runs[chunk] > 1:
+                runs[chunk] -= 1
+            else:
+                del runs[chunk]
+                if self._stored[tier].pop(chunk, None) is None:
+                    self._removed[tier][chunk] = root
+
+    def _forget(self, key: Hash, block: _Block) -> None:
+        """Drop a block that no tier holds and nothing follows, then the parents that were kept for its sake."""
+        while True:
+            del self._blocks[key]
+            parent = block.parent
+            if parent is None:
+                return
+            if not block.chain:
+                self._drop_orphan(key, parent)
+                return
+            before = self._blocks[parent]
+            before.unlink(key)
+            if before.tiers or before.next is not None:
+                return
+            key, block = parent, before
+
+    def _drop_orphan(self, key: Hash, parent: Hash) -> None:
+        del self._orphans[key]
+        siblings = self._waiting[parent]
+        del siblings[key]
+        if not siblings:
+            del self._waiting[parent]
+
+    def _shed(self, keys: Iterable[Hash]) -> None:
+        """Forget leaves although the engine may hold them: memory is bounded, and too little is the safe side."""
+        for key in keys:
+            block = self._blocks[key]
+            for tier in _TIERS_OF[block.tiers]:
+                self._copies.pop((key, tier), None)
+            self._change(block, 0)
+            self._forget(key, block)
+
+
+def _holders(standing: int) -> int:
+    """Return the tiers that hold a chunk of this standing."""
+    return standing & _EVERY | standing >> N_TIERS
+
+
+def _runs(pending: dict[Tier, dict[bytes, bytes]]) -> list[ChunkRun]:
+    """Group chunks by tier and chain, and empty ``pending``."""
+    runs = []
+    for tier, chunks in pending.items():
+        chains: dict[bytes, list[bytes]] = {}
+        for chunk, root in chunks.items():
+            chains.setdefault(root, []).append(chunk)
+        runs += [ChunkRun(tier, root, members) for root, members in chains.items()]
+        chunks.clear()
+    return runs

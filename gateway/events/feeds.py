@@ -1,0 +1,242 @@
+"""A slot in the index for every worker, filled from the worker's KV cache events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import zmq
+import zmq.asyncio
+
+from gateway.events.assembler import Assembler, Changes
+from gateway.events.decode import BadFrames, Event, Removed, Stored, decode_batch
+from gateway.events.subscriber import SILENCE_S, FeedStats, Subscriber
+from gateway.fleet.registry import NO_SLOT, Registry, Worker
+from gateway.index.base import ChunkIndex
+from gateway.tasks import spawn, stop
+from policies.chunks import ChunkHasher
+
+log = logging.getLogger("kvway.events")
+
+_MAX_SOCKETS: Final = 16_384
+_MODEL_CHECK_S: Final = 0.5  # how often a worker's base model is compared with the one its chunks are hashed under
+_RETRY_S: Final = 1.0
+
+
+@dataclass(slots=True, frozen=True)
+class _Shared:
+    """What all feeds use."""
+
+    registry: Registry
+    index: ChunkIndex
+    hasher: ChunkHasher
+    context: zmq.asyncio.Context
+    silence_s: float
+
+
+class EventFeeds:
+    """Gives each incarnation of a worker a slot, and fills it from the worker's events where it publishes them.
+
+    Args:
+        registry: whose workers are followed as they join and leave.
+        index: what they hold goes there.
+        hasher: the same as for prompts.
+        silence_s: seconds without a message after which an engine's replay buffer is asked.
+    """
+
+    def __init__(
+        self, registry: Registry, index: ChunkIndex, hasher: ChunkHasher, silence_s: float = SILENCE_S
+    ) -> None:
+        context = zmq.asyncio.Context()
+        context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._shared = _Shared(registry, index, hasher, context, silence_s)
+        self._feeds: dict[Worker, _Feed] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def stats(self) -> dict[str, FeedStats]:
+        """Counters per worker; those of a worker that left are gone."""
+        return {worker.name: feed.stats for worker, feed in self._feeds.items()}
+
+    def describe(self, worker: Worker) -> dict[str, Any] | None:
+        """Return a worker's counters, and how many of its blocks are known; None if it publishes no events."""
+        feed = self._feeds.get(worker)
+        if feed is None or worker.config.kv_events is None:
+            return None
+        return asdict(feed.stats) | {"known_blocks": feed.known_blocks, "orphan_blocks": feed.orphan_blocks}
+
+    async def start(self) -> None:
+        """Follow the workers that are there, and those that join later."""
+        registry = self._shared.registry
+        registry.on_change(self._changed)
+        for worker in registry.workers.values():
+            self._changed(worker, True)
+
+    async def close(self) -> None:
+        """Stop listening and give the slots back."""
+        self._closed = True
+        feeds, self._feeds = list(self._feeds.values()), {}
+        await asyncio.gather(*(feed.close() for feed in feeds), *self._closing)
+        self._shared.context.destroy(linger=0)
+
+    def restarted(self, worker: Worker) -> None:
+        """A worker's process is another one: give it a new slot. Restarts that its events show need no such call."""
+        if (feed := self._feeds.get(worker)) is not None:
+            feed.begin_anew()
+
+    def _changed(self, worker: Worker, joined: bool) -> None:
+        if self._closed:
+            return
+        if joined:
+            self._feeds[worker] = _Feed(worker, self._shared)
+        elif (feed := self._feeds.pop(worker, None)) is not None:
+            closing = spawn(feed.close(), f"close events of {worker.name}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+
+class _Feed:
+    """One worker: its slot, and the events that fill it. It is the sink of the worker's subscriber."""
+
+    def __init__(self, worker: Worker, shared: _Shared) -> None:
+        self.stats = FeedStats()
+        self._worker = worker
+        self._registry = shared.registry
+        self._index = shared.index
+        self._hasher = shared.hasher
+        self._context = shared.context
+        self._silence_s = shared.silence_s
+        self._assembler: Assembler | None = None
+        self._anew = asyncio.Event()
+        self._task = spawn(self._run(), f"events of {worker.name}")
+
+    @property
+    def known_blocks(self) -> int:
+        """Blocks that the worker has announced and not removed, and those that link them to their beginnings."""
+        return 0 if self._assembler is None else len(self._assembler)
+
+    @property
+    def orphan_blocks(self) -> int:
+        """Known blocks whose parent is not known."""
+        return 0 if self._assembler is None else self._assembler.orphans
+
+    def begin_anew(self) -> None:
+        """Start over with a new slot and an empty picture of the worker's cache."""
+        self._anew.set()
+
+    async def close(self) -> None:
+        """Stop, and give the slot back."""
+        await stop(self._task)
+        slot, self._worker.slot = self._worker.slot, NO_SLOT
+        if slot != NO_SLOT:
+            self._registry.touch()
+            await self._index.release_slot(slot)
+
+    async def take(self, payloads: list[bytes]) -> None:
+        """Take in batches that follow on those before."""
+        assembler = self._current()
+        for payload in payloads:
+            assembler.apply(self._decode(payload))
+        await self._write(assembler.take())
+        await asyncio.sleep(0)  # the memory index never suspends, and a long replay must not keep the loop to itself
+
+    async def lost(self) -> None:
+        """Batches are missing for good: what was known is void."""
+        log.warning("KV events were lost; the worker's residency is built anew", extra={"worker": self._worker.name})
+        self._assembler = Assembler(self._hasher, self._current().model)
+        await self._index.clear(self._worker.slot)
+
+    async def restarted(self) -> None:
+        """The engine is another process: its residency begins in a new slot."""
+        log.info("engine restarted", extra={"worker": self._worker.name})
+        self._assembler = Assembler(self._hasher, self._current().model)
+        await self._take_slot()
+
+    async def _run(self) -> None:
+        while True:
+            self._anew.clear()
+            self._assembler = None
+            await self._take_slot()
+            listening = spawn(self._listen(), f"listen to {self._worker.name}")
+            try:
+                await self._until_anew()
+            finally:
+                await stop(listening)
+
+    async def _until_anew(self) -> None:
+        """Return when asked to begin anew, or when chunks are hashed under another model than the worker serves."""
+        while not self._anew.is_set():
+            if self._assembler is not None and self._assembler.model != self._base_model():
+                log.info("worker serves another model", extra={"worker": self._worker.name})
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._anew.wait(), _MODEL_CHECK_S)
+
+    async def _listen(self) -> None:
+        config = self._worker.config.kv_events
+        if config is None:
+            return
+        while (model := self._base_model()) is None:  # noqa: ASYNC110 - the registry tells of joining, not of models
+            await asyncio.sleep(_MODEL_CHECK_S)
+        while True:
+            self._assembler = Assembler(self._hasher, model)
+            try:
+                await Subscriber(config, self, self.stats, self._context, self._silence_s).run()
+            except zmq.ZMQError as error:
+                log.error(
+                    "cannot %s to KV events at %s: %s",
+                    config.mode,
+                    config.endpoint,
+                    error,
+                    extra={"worker": self._worker.name},
+                )
+            except Exception:
+                log.exception("KV events could not be taken in", extra={"worker": self._worker.name})
+            await asyncio.sleep(_RETRY_S)
+            await self._index.clear(self._worker.slot)
+
+    def _current(self) -> Assembler:
+        assert self._assembler is not None, "the subscriber runs only where there is an assembler"
+        return self._assembler
+
+    def _base_model(self) -> str | None:
+        """Return the worker's base model; None while it has not said what it serves."""
+        return next(iter(self._worker.models.values()), None)
+
+    async def _take_slot(self) -> None:
+        old = self._worker.slot
+        self._worker.slot = await self._index.acquire_slot(self._worker.name)
+        self._registry.touch()
+        if old != NO_SLOT:
+            await self._index.release_slot(old)
+
+    def _decode(self, payload: bytes) -> list[Event]:
+        stats = self.stats
+        try:
+            batch = decode_batch(payload)
+        except BadFrames as error:
+            stats.bad_events += 1
+            log.debug("bad batch: %s", error, extra={"worker": self._worker.name})
+            return []
+        stats.batches += 1
+        stats.events += len(batch.events)
+        stats.blocks += sum(len(event.hashes) for event in batch.events if isinstance(event, Stored | Removed))
+        stats.bad_events += batch.bad
+        stats.skipped_events += batch.skipped
+        if batch.time_s:
+            stats.lag_s = max(0.0, time.time() - batch.time_s)
+        return batch.events
+
+    async def _write(self, changes: Changes) -> None:
+        slot, index = self._worker.slot, self._index
+        if changes.cleared:
+            await index.clear(slot)
+        for run in changes.stored:
+            await index.store(slot, run.chunks, run.tier, run.root)
+        for run in changes.removed:
+            await index.remove(slot, run.chunks, run.tier, run.root)

@@ -1,0 +1,308 @@
+"""Workers' events, from their sockets into the index."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from gateway.config import IndexConfig, KvEventsConfig, WorkerConfig
+from gateway.events.feeds import EventFeeds
+from gateway.fleet.registry import NO_SLOT, Registry, Worker
+from gateway.index.memory import MemoryIndex
+from policies.base import Tier
+from policies.chunks import ChunkHasher
+from tests import golden
+from tests.events_rig import CLEARED, MODEL, Publisher, chunks_of, free_endpoint, removed, stored, tokens, until
+
+CHUNK = 4
+PROMPT = tokens(8)
+WHOLE_PROMPT = stored([1, 2, 3, 4], PROMPT)
+
+
+class DoubtfulIndex(MemoryIndex):
+    """A memory index that can be slow, or fail once."""
+
+    def __init__(self) -> None:
+        super().__init__(IndexConfig())
+        self.open = asyncio.Event()
+        self.open.set()
+        self.failures = 0
+
+    async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
+        await self.open.wait()
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the index has a bad day")
+        await super().store(slot, chunks, tier, root)
+
+
+class Fleet:
+    """Workers in a registry, an index, and the feeds between them."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        self.index = DoubtfulIndex()
+        self.hasher = ChunkHasher(CHUNK)
+        self.feeds = EventFeeds(self.registry, self.index, self.hasher, silence_s=0.05)
+        self.publishers: list[Publisher] = []
+
+    def publisher(self, **settings: Any) -> Publisher:
+        self.publishers.append(Publisher(**settings))
+        return self.publishers[-1]
+
+    def join(self, publisher: Publisher | None, name: str = "worker", models: Sequence[str] = (MODEL,)) -> Worker:
+        events = publisher and KvEventsConfig(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+        return self.join_with(events, name, models)
+
+    def join_with(
+        self, events: KvEventsConfig | None, name: str = "worker", models: Sequence[str] = (MODEL,)
+    ) -> Worker:
+        config = WorkerConfig(url="http://127.0.0.1:1", name=name, models=tuple(models), kv_events=events)
+        worker = Worker.from_config(config)
+        self.registry.add(worker)
+        return worker
+
+    async def held(self, worker: Worker, ids: Sequence[int] = PROMPT, **identity: str) -> int:
+        """Return the leading tokens of ``ids`` that the index believes ``worker`` to hold."""
+        chunks = chunks_of(self.hasher, ids, **identity)
+        residency = await self.index.residency(chunks, [worker.slot], CHUNK)
+        return int(residency.hit_tokens[0])
+
+    async def until_held(self, worker: Worker, count: int, ids: Sequence[int] = PROMPT, **identity: str) -> None:
+        async def as_expected() -> bool:
+            return await self.held(worker, ids, **identity) == count
+
+        await until(as_expected)
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[Fleet]:
+    fleet = Fleet()
+    await fleet.feeds.start()
+    yield fleet
+    await fleet.feeds.close()
+    for publisher in fleet.publishers:
+        await publisher.close()
+    await fleet.index.close()
+
+
+async def test_a_worker_that_joins_late_is_known_whole(fleet):
+    publisher = fleet.publisher()
+    await publisher.publish(WHOLE_PROMPT)
+    await publisher.publish(removed([4]))
+    worker = fleet.join(publisher)
+    await fleet.until_held(worker, 4)
+    stats = fleet.feeds.stats["worker"]
+    assert (stats.batches, stats.replayed, stats.events, stats.blocks) == (2, 2, 2, 5)
+
+
+async def test_events_are_followed_as_they_happen(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(worker, 8)
+    await publisher.publish(removed([4]), stored([5], tokens(2, start=900), parent=3))
+    await fleet.until_held(worker, 8, PROMPT[:6] + tokens(2, start=900))
+    assert await fleet.held(worker) == 4
+    await publisher.publish(CLEARED)
+    await fleet.until_held(worker, 0)
+
+
+async def test_the_recorded_frames_are_understood_over_real_sockets(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    requests = [request for request in golden.requests() if request.path == "/v1/completions"]
+    for request in golden.requests():
+        for message in request.messages:
+            await publisher.publish_payload(message.raw[2])
+    for ids, salt in [
+        (r.body["prompt"], r.body.get("cache_salt")) for r in requests if isinstance(r.body["prompt"], list)
+    ]:
+        identity = {"salt": salt} if salt else {}
+        await fleet.until_held(worker, len(ids) // golden.BLOCK_SIZE * golden.BLOCK_SIZE, ids, **identity)
+
+
+async def test_ten_holders_of_a_shared_prefix_are_all_known(fleet):
+    publishers = [fleet.publisher() for _ in range(10)]
+    workers = [fleet.join(publisher, f"worker-{number}") for number, publisher in enumerate(publishers)]
+    for number, publisher in enumerate(publishers):
+        await publisher.publish(stored([10 * number + at for at in range(4)], PROMPT))
+    for worker in workers:
+        await fleet.until_held(worker, 8)
+    assert len({worker.slot for worker in workers}) == 10
+
+
+async def test_lost_removals_are_not_believed_to_be_still_there(fleet):
+    publisher = fleet.publisher(buffer=1)
+    worker = fleet.join(publisher)
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(worker, 8)
+    slot = worker.slot
+    await publisher.publish(removed([1, 2, 3, 4]), drop=True)
+    await publisher.publish(stored([7, 8], tokens(4, start=500)))
+    await fleet.until_held(worker, 4, tokens(4, start=500))
+    assert await fleet.held(worker) == 0
+    assert worker.slot == slot
+    assert fleet.feeds.stats["worker"].lost == 1
+
+
+async def test_a_restarted_engine_gets_a_new_slot_and_the_old_one_is_void(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(worker, 8)
+    slot, version = worker.slot, fleet.registry.version
+    await publisher.close()
+    again = fleet.publisher(endpoints=(publisher.endpoint, publisher.replay_endpoint))
+    await until(lambda: worker.slot != slot)
+    assert fleet.registry.version > version
+    assert await fleet.held(worker) == 0
+    old = await fleet.index.residency(chunks_of(fleet.hasher, PROMPT), [slot], CHUNK)
+    assert old.hit_tokens[0] == 0
+    await again.publish(stored([1, 2], PROMPT[:4]))
+    await fleet.until_held(worker, 4)
+    assert fleet.feeds.stats["worker"].restarts == 1
+
+
+async def test_a_restart_that_the_metrics_show_gives_a_new_slot_too(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(worker, 8)
+    slot = worker.slot
+    fleet.feeds.restarted(worker)
+    await until(lambda: worker.slot != slot)
+    await fleet.until_held(worker, 8)
+
+
+async def test_a_worker_without_events_has_a_slot_of_its_own(fleet):
+    worker = fleet.join(None)
+    await until(lambda: worker.slot != NO_SLOT)
+    await fleet.index.store(worker.slot, chunks_of(fleet.hasher, PROMPT), Tier.HBM)
+    assert fleet.feeds.describe(worker) is None
+    slot = worker.slot
+    fleet.feeds.restarted(worker)
+    await until(lambda: worker.slot != slot)
+    assert await fleet.held(worker) == 0
+
+
+async def test_a_worker_that_leaves_gives_its_slot_back(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(worker, 8)
+    slot = worker.slot
+    fleet.registry.remove("worker")
+    await until(lambda: worker.slot == NO_SLOT)
+    assert fleet.feeds.stats == {}
+    assert (await fleet.index.residency(chunks_of(fleet.hasher, PROMPT), [slot], CHUNK)).hit_tokens[0] == 0
+
+
+async def test_a_worker_that_is_replaced_under_its_name_begins_anew(fleet):
+    publisher = fleet.publisher()
+    first = fleet.join(publisher)
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(first, 8)
+    second = fleet.join(publisher)
+    await fleet.until_held(second, 8)
+    await until(lambda: first.slot == NO_SLOT)
+
+
+async def test_chunks_wait_for_the_model_they_are_hashed_under(fleet):
+    publisher = fleet.publisher()
+    await publisher.publish(WHOLE_PROMPT)
+    worker = fleet.join(publisher, models=())
+    await until(lambda: worker.slot != NO_SLOT)
+    worker.models = {"adapter": MODEL, MODEL: MODEL}
+    await fleet.until_held(worker, 8)
+
+
+async def test_a_worker_that_comes_to_serve_another_model_is_indexed_anew(fleet):
+    publisher = fleet.publisher()
+    await publisher.publish(WHOLE_PROMPT)
+    worker = fleet.join(publisher)
+    await fleet.until_held(worker, 8)
+    worker.models = {"other": "other"}
+    await fleet.until_held(worker, 8, model="other")
+    assert await fleet.held(worker) == 0
+
+
+async def test_bad_events_and_batches_cost_nothing_but_themselves(fleet):
+    publisher = fleet.publisher()
+    await publisher.publish_payload(b"\xc1 is no msgpack")
+    await publisher.publish({"type": "BlockStored"}, WHOLE_PROMPT, {"type": "of next year"})
+    worker = fleet.join(publisher)
+    await fleet.until_held(worker, 8)
+    stats = fleet.feeds.stats["worker"]
+    assert (stats.bad_events, stats.skipped_events, stats.events, stats.batches) == (2, 1, 1, 1)
+
+
+async def test_the_lag_is_the_age_of_the_last_batch(fleet):
+    publisher = fleet.publisher()
+    await publisher.publish(WHOLE_PROMPT)
+    worker = fleet.join(publisher)
+    await fleet.until_held(worker, 8)
+    description = fleet.feeds.describe(worker)
+    assert description["lag_s"] > 1e9  # the test's batches say that they are from 1970
+    assert description["known_blocks"] == 4
+    assert description["orphan_blocks"] == 0
+
+
+async def test_a_slow_index_loses_no_events(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.publish(stored([0], PROMPT[:2]))
+    await until(lambda: fleet.feeds.stats["worker"].batches == 1)
+    fleet.index.open.clear()
+    ids = tokens(2000)
+    for number in range(1000):
+        await publisher.publish(stored([number + 1], ids[2 * number : 2 * number + 2], parent=number or None))
+    fleet.index.open.set()
+    await fleet.until_held(worker, 2000, ids)
+    assert fleet.feeds.stats["worker"].lost == 0
+
+
+async def test_after_an_unexpected_failure_the_worker_is_indexed_anew(fleet):
+    publisher = fleet.publisher()
+    fleet.index.failures = 1
+    await publisher.publish(WHOLE_PROMPT)
+    worker = fleet.join(publisher)
+    await fleet.until_held(worker, 8)
+
+
+async def test_an_endpoint_in_use_is_tried_again(fleet):
+    endpoint = free_endpoint()
+    config = KvEventsConfig(endpoint=endpoint, mode="bind")
+    fleet.join_with(config, "first")
+    await until(lambda: fleet.feeds.stats)
+    worker = fleet.join_with(config, "second")
+    publisher = fleet.publisher(connect_to=endpoint)
+    fleet.registry.remove("first")
+
+    async def heard() -> bool:
+        await publisher.publish(WHOLE_PROMPT)
+        return await fleet.held(worker) == 8
+
+    await until(heard)
+
+
+async def test_workers_that_were_there_before_the_start_are_followed(fleet):
+    publisher = fleet.publisher()
+    await publisher.publish(WHOLE_PROMPT)
+    registry = Registry()
+    worker = Worker.from_config(fleet.join(publisher).config)
+    registry.add(worker)
+    feeds = EventFeeds(registry, fleet.index, fleet.hasher)
+    await feeds.start()
+    await fleet.until_held(worker, 8)
+    await feeds.close()
+    assert worker.slot == NO_SLOT
+    registry.remove("worker")
+
+
+def test_feeds_that_never_started_close_cleanly():
+    feeds = EventFeeds(Registry(), MemoryIndex(IndexConfig()), ChunkHasher(CHUNK))
+    asyncio.run(feeds.close())
