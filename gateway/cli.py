@@ -124,6 +124,8 @@ def worker(
     max_model_len: Annotated[int, typer.Option(help="longest prompt and output together, 0 for what fits")] = 0,
     max_requests: Annotated[int, typer.Option(help="requests at a time before it answers 503, 0 for no limit")] = 0,
     output_tokens: Annotated[int, typer.Option(help="length of an answer without max_tokens")] = 128,
+    stream_interval: Annotated[int, typer.Option(help="tokens per chunk of a stream")] = 1,
+    adapter: Annotated[list[str] | None, typer.Option(help="LoRA adapter it serves too; may be repeated")] = None,
     kv_events: Annotated[str | None, typer.Option(help="ZMQ endpoint of its KV events, tcp://host:port")] = None,
     kv_replay: Annotated[str | None, typer.Option(help="ZMQ endpoint of the replay socket")] = None,
     kv_topic: Annotated[str, typer.Option(help="topic of the events")] = "",
@@ -150,13 +152,15 @@ def worker(
             max_model_len=max_model_len,
             max_requests=max_requests,
             output_tokens=output_tokens,
+            stream_interval=stream_interval,
+            adapters=tuple(adapter or ()),
             kv_events=kv_events,
             kv_replay=kv_replay,
             kv_topic=kv_topic,
             kv_connect=kv_connect,
             event_format="array" if array_events else "map",
         )
-        uvloop.run(serve_worker(settings))
+        raise typer.Exit(uvloop.run(serve_worker(settings)))
     except (ValueError, OSError) as error:
         _fail(f"kvway worker: {error}")
 

@@ -33,7 +33,9 @@ POLICIES = ("round-robin", "expected-cost")
 MODEL = "demo"
 MODEL_FILES = Path(__file__).parent.parent / "sim" / "data" / "tiny-model"
 BLOCK_TOKENS = 16
+THINK_S = 4.0  # mean pause of an agent between answer and next request, on the workers' clock
 CHUNK_TOKENS = 128
+STREAM_INTERVAL = 8  # tokens per chunk: fewer wake-ups, for six processes that may share two cores
 LOAD_OF_CAPACITY = 0.8  # working set as a share of the fleet's cache: below, every policy hits; far above, none does
 # Shares of the fleet's cache as (HBM, host DRAM): two workers with HBM only, two that offload to their host.
 TIERS = ((0.25, 0.0), (0.25, 0.0), (0.15, 0.10), (0.15, 0.10))
@@ -83,9 +85,9 @@ class Result:
 
 def load_sessions(options: DemoOptions) -> list[Session]:
     """Return the bundled sessions, and the recorded ones where there are any."""
-    sessions = coding_agents(options.sessions, options.turns, options.seed)
+    sessions = coding_agents(options.sessions, options.turns, options.seed, think_s=THINK_S)
     if options.texts is not None:
-        sessions += read_agent_text(options.texts, options.turns)
+        sessions += read_agent_text(options.texts, options.turns, think_s=THINK_S)
     return sessions
 
 
@@ -167,6 +169,7 @@ async def _fleet(policy: str, capacity: int, speed: float) -> AsyncIterator[str]
             "--capacity-tokens": round(hbm * capacity),
             "--host-tokens": round(host * capacity),
             "--speed": speed,
+            "--stream-interval": STREAM_INTERVAL,
             "--kv-events": published["endpoint"],
             "--kv-replay": published["replay_endpoint"],
         }
