@@ -64,9 +64,10 @@ class Wire:
 
     def reset(self) -> None:
         """Close with RST."""
-        sock = self.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self.writer.transport.abort()
+        if not self.writer.is_closing():
+            sock = self.writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self.writer.transport.abort()
 
     async def read_message(self, *, bodiless: bool = False, until_close: bool = False) -> Message:
         """Read one message.
@@ -94,18 +95,21 @@ class Wire:
             return message
 
     async def _read_chunked(self) -> tuple[bytes, bytes]:
-        body, raw = b"", b""
+        body: list[bytes] = []
+        raw: list[bytes] = []
         while True:
             line = await self.reader.readuntil(b"\r\n")
+            raw.append(line)
             size = int(line.split(b";")[0], 16)
             if not size:
-                while (trailer := await self.reader.readuntil(b"\r\n")) != b"\r\n":
-                    line += trailer
-                return body, raw + line + b"\r\n"
+                break
             piece = await self.reader.readexactly(size + 2)
             assert piece.endswith(b"\r\n"), "a chunk is longer than it says"
-            body += piece[:-2]
-            raw += line + piece
+            body.append(piece[:-2])
+            raw.append(piece)
+        while raw[-1] != b"\r\n":
+            raw.append(await self.reader.readuntil(b"\r\n"))
+        return b"".join(body), b"".join(raw)
 
     async def read_some(self) -> bytes:
         """Read what is there, at least a byte; empty at the end."""
@@ -272,12 +276,8 @@ def answer(body: bytes) -> Script:
     return script
 
 
-async def eventually(
-    condition: Callable[[], bool], what: str = "the condition", deadline_s: float = DEADLINE_S
-) -> None:
+async def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
     """Wait until ``condition`` holds."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + deadline_s
-    while not condition():
-        assert loop.time() < deadline, f"{what} did not come true within {deadline_s} s"
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -147,9 +147,7 @@ class RelayProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # An offer that is not taken up: what follows is the next request.
-            if rest := data[upgrade.args[0] :]:
-                self.data_received(rest)
+            self._decline_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
             self._refuse(BadRequest(f"The request is not valid HTTP/1.1: {error}."))
@@ -176,9 +174,9 @@ class RelayProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Decide who answers."""
-        self._in_head = False
-        if self._deaf:
+        if self._deaf or self.parser.should_upgrade():
             return
+        self._in_head = False
         try:
             self._check_head()
             self.url = origin_form(self.url)
@@ -210,6 +208,8 @@ class RelayProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole: answer it, or let it wait for its turn."""
+        if self._in_head:
+            return  # no request that anybody answers: see ``on_headers_complete``
         self._in_head = self._request_ended = True
         self._head_bytes = 0
         exchange, self._incoming = self._incoming, None
@@ -224,6 +224,22 @@ class RelayProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     # Reading requests
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read a request again without its offer to upgrade: llhttp takes its body for the other protocol."""
+        if self._deaf:
+            return
+        method, headers = self.parser.get_method(), self.headers
+        if method == b"CONNECT":
+            self._refuse(BadRequest("CONNECT is not supported."))
+            return
+        lines = [
+            b"%b %b HTTP/1.1" % (method, self.url),
+            *(b"%b: %b" % header for header in headers if header[0] != b"upgrade"),
+        ]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.data_received(b"\r\n".join((*lines, b"", rest)))
 
     def _check_head(self) -> None:
         size = sum(len(name) + len(value) + 4 for name, value in self.headers) if self._long_read else 0
@@ -326,8 +342,9 @@ class RelayProtocol(HttpToolsProtocol):
         return self.flow.write_paused
 
     def write(self, data: bytes) -> None:
-        """Send bytes."""
-        self.transport.write(data)
+        """Send bytes, unless the client has left."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
 
     def reset(self) -> None:
         """Close with RST: a FIN would look like the proper end of a body that has no announced length."""

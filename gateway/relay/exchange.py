@@ -30,7 +30,7 @@ from gateway.relay.retry import (
     backoff_s,
     is_repeatable,
 )
-from gateway.relay.route import Plan, Route, dispatch, has_others, make_plan
+from gateway.relay.route import Plan, Route, dispatch, has_others, make_plan, remember
 from gateway.relay.services import Services
 from gateway.relay.upstream import ConnectFailed, Upstream, WorkerPool
 
@@ -67,6 +67,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_answered",
         "_client",
         "_collected",
         "_ending",
@@ -97,6 +98,7 @@ class Exchange:
         self._refusal = refusal
         self._repeatable = is_repeatable(head.method, head.path)
         self._record = RequestRecord(head.request_id, head.path, 0.0)
+        self._answered = False  # the client has all it will get
         self._ending: GatewayError | Outcome | None = None  # why ``task`` was cancelled
         self.head = head
         self.body = b""
@@ -108,7 +110,7 @@ class Exchange:
         self._outcome: asyncio.Future[Failure | None] | None = None
         self._response: ResponseHead | None = None
         self._collected: bytes | None = None  # body so far of an error answer that another worker may better
-        self._held: tuple[ResponseHead, bytes] | None = None  # the last such answer, whole
+        self._held: tuple[ResponseHead, bytes, str] | None = None  # the last such answer, whole, and its worker
         self._sent_at = 0.0
         self._moved_at = 0.0
 
@@ -116,10 +118,12 @@ class Exchange:
         """Answer the request, whatever happens."""
         self._record.received_at = monotonic()
         try:
+            if self._ending is not None:
+                raise asyncio.CancelledError
             if self._refusal is not None:
                 raise self._refusal
             self._services.budget.earn()
-            plan = await make_plan(self._services, self.head, self.body)
+            plan = await make_plan(self._services, self.head.method, self.head.path, self.body)
             self._admit(plan)
             await self._forward(plan)
         except GatewayError as error:
@@ -130,7 +134,11 @@ class Exchange:
             log.exception("request %s failed inside the gateway", self.head.request_id)
             self._fail(GatewayError("The gateway failed to handle this request."))
         finally:
-            self._account()
+            try:
+                if self._route is not None:
+                    await remember(self._services, self._route)
+            finally:
+                self._account()
 
     def _admit(self, plan: Plan) -> None:
         self._record.stream = plan.streamed
@@ -163,7 +171,7 @@ class Exchange:
             services.observer.retried(worker.name, failure.kind)
             await asyncio.sleep(delay_s)
         if self._held is not None:
-            self._response, body = self._held
+            self._response, body, self._record.worker = self._held
             self.answer.announce(self._response)
             self._begin(body)
             return
@@ -184,9 +192,7 @@ class Exchange:
         route = self._route
         assert route is not None
         self._route = None
-        route.flight.end(monotonic())
-        if route.speculation is not None:
-            route.speculation.cancel()
+        route.end(monotonic())
         return route.worker
 
     async def _attempt(self) -> Failure | None:
@@ -260,7 +266,7 @@ class Exchange:
         response = self._response
         assert response is not None
         if self._collected is not None:
-            self._held = (response, self._collected)
+            self._held = (response, self._collected, self._record.worker)
             self._collected = None
             kind = FailureKind.REFUSED if response.status in REFUSED_STATUSES else FailureKind.BROKEN
             self._resolve(Failure(kind, f"answered {response.status}", response.retry_after_s))
@@ -292,10 +298,7 @@ class Exchange:
         record.status = response.status
         record.stream = record.stream or response.is_event_stream
         if self._route is not None:
-            self._route.flight.first_byte(now)
-            if self._route.speculation is not None and response.status < 400:
-                self._route.speculation.settle(now)
-                self._route.speculation = None
+            self._route.answered(response.status, now)
         self.body = b""  # nobody needs it any more, and streams live long
         self.answer.begin(self._added_headers(), data)
         if self._client.write_paused:
@@ -314,7 +317,9 @@ class Exchange:
 
     def on_client_gone(self) -> None:
         """The client has left: the worker is told at once, and nobody is blamed."""
-        self._interrupt(Outcome.CLIENT_GONE)
+        if not self._answered:
+            self._drop_upstream()
+            self._interrupt(Outcome.CLIENT_GONE)
 
     def sweep(self, now: float) -> None:
         """Act on timeouts; ``now`` is monotonic seconds."""
@@ -330,7 +335,7 @@ class Exchange:
             self.answer.moved = False
             self._moved_at = now
         elif timeouts.idle_s and now - self._moved_at >= timeouts.idle_s:
-            self._cut(Failure(FailureKind.TIMEOUT, f"sent nothing for {timeouts.idle_s:g} s"))
+            self._cut(Failure(FailureKind.IDLE, f"sent nothing for {timeouts.idle_s:g} s"))
 
     def pause(self) -> None:
         """The client does not keep up: stop reading from the worker."""
@@ -343,16 +348,16 @@ class Exchange:
             self._upstream.resume()
 
     def _interrupt(self, reason: GatewayError | Outcome) -> None:
-        if self._ending is None and self.task is not None:
+        if self._ending is None and not self._answered and self.task is not None:
             self._ending = reason
-            self.task.cancel()
+            if self._record.received_at:  # a task that is cancelled before it starts does not run at all
+                self.task.cancel()
 
     def _interrupted(self) -> None:
-        if self.answer.started and self._upstream is None:
-            return  # the answer was complete before the interruption reached it
+        if self._answered:
+            return  # before the interruption came through
         if self._ending is Outcome.CLIENT_GONE:
             self._record.outcome = Outcome.CLIENT_GONE
-            self._drop_upstream()
             return
         shutdown = NoWorker("The gateway is shutting down; send the request again.", retry_after_s=1)
         self._fail(self._ending if isinstance(self._ending, GatewayError) else shutdown)
@@ -388,6 +393,7 @@ class Exchange:
             self._upstream = None
 
     def _resolve(self, failure: Failure | None) -> None:
+        self._answered = failure is None
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(failure)
 

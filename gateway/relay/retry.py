@@ -62,7 +62,8 @@ class FailureKind(StrEnum):
     CONNECT = "connect"  # no connection; nothing was sent
     STALE = "stale"  # a pooled connection turned out to be closed as we sent
     RESET = "reset"  # the connection ended before the response did
-    TIMEOUT = "header_timeout"
+    TIMEOUT = "header_timeout"  # no first byte
+    IDLE = "idle_timeout"  # no next one
     MALFORMED = "malformed"  # the worker does not speak HTTP
     REFUSED = "refused"  # 429, 503: the worker is at its limit, and well
     BROKEN = "bad_status"  # 502, 504

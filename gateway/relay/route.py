@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from random import random
@@ -23,7 +23,6 @@ from gateway.fleet.ledger import Flight
 from gateway.fleet.registry import Candidates, Registry, State, Worker
 from gateway.index.base import Speculation
 from gateway.prompt.request import InferenceRequest, parse_request
-from gateway.relay.head import RequestHead
 from gateway.relay.services import Services
 from policies.base import COLUMNS, Decision, FleetView, Residency, RoutingRequest
 
@@ -66,6 +65,8 @@ class Route:
         worker: where the request goes.
         flight: its entry in the ledger.
         speculation: its prompt's entry in the index, where it has one.
+        chunks: the prompt's chunks.
+        prefilled: the worker has begun to answer, so it has prefilled the prompt.
         hit_tokens: prompt tokens the worker is believed to have cached.
         reason: the decision's reason.
     """
@@ -73,22 +74,40 @@ class Route:
     worker: Worker
     flight: Flight
     speculation: Speculation | None = None
+    chunks: Sequence[bytes] = ()
+    prefilled: bool = False
     hit_tokens: int = 0
     reason: str = "load"
 
+    def answered(self, status: int, now: float) -> None:
+        """The first byte of the answer has arrived."""
+        self.flight.first_byte(now)
+        if self.speculation is not None and status < 400:
+            self.prefilled = True
+            if self.worker.config.kv_events is not None:
+                self.speculation.settle(now)
+                self.speculation = None
 
-async def make_plan(services: Services, head: RequestHead, body: bytes) -> Plan:
+    def end(self, now: float) -> None:
+        """The request is no longer on its worker."""
+        self.flight.end(now)
+        if self.speculation is not None:
+            self.speculation.cancel()
+            self.speculation = None
+
+
+async def make_plan(services: Services, method: bytes, path: str, body: bytes) -> Plan:
     """Read what routing needs from a request.
 
     Raises:
         GatewayError: the body is not a valid request, its model is not served, or no worker is there to serve it.
     """
-    if head.path not in PROMPT_PATHS or head.method != b"POST":
+    if path not in PROMPT_PATHS or method != b"POST":
         model = _named_model(body) if body else None
         if model is not None:
             services.registry.candidates(model)  # raises for a model nobody serves
         return Plan(model)
-    request = parse_request(head.path, body)
+    request = parse_request(path, body)
     model = request.model or _only_model(services.registry)
     candidates = services.registry.candidates(model)
     routing_request = await _routing_request(services, request, candidates, len(body))
@@ -141,7 +160,7 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
         worker = _least_loaded(services, [worker for worker in workers if worker not in tried] or workers)
         return Route(worker, services.ledger.dispatch(worker, 0, 0, 0.0, monotonic(), streamed=False))
     assert plan.model is not None
-    candidates, residency = await _residency(services, plan.model, plan.request)
+    candidates, residency = await find_residency(services, plan.model, plan.request)
     workers, fleet = candidates.workers, candidates.fleet
     if tried and (rows := [row for row, worker in enumerate(workers) if worker not in tried]):
         workers = [workers[row] for row in rows]
@@ -154,7 +173,17 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
     return _count(services, plan, workers[decision.worker], hit_tokens, decision.reason, now)
 
 
-async def _residency(services: Services, model: str, request: RoutingRequest) -> tuple[Candidates, Residency]:
+async def remember(services: Services, route: Route) -> None:
+    """Note what a worker without KV events has prefilled. While it answered, the speculation said so."""
+    if route.speculation is None or not route.prefilled:
+        return
+    worker, fleet = route.worker, services.registry.fleet
+    capacity_tokens = float(fleet.kv_capacity_tokens[worker.row]) if worker.row >= 0 else 0.0
+    chunk_tokens = services.config.prompt.chunk_tokens
+    await services.approximate.sent(worker.slot, route.chunks, chunk_tokens, capacity_tokens)
+
+
+async def find_residency(services: Services, model: str, request: RoutingRequest) -> tuple[Candidates, Residency]:
     """Return the candidates, with their load as it is now, and what each of them holds of the prompt."""
     registry = services.registry
     while True:
@@ -186,7 +215,7 @@ def _count(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reas
     speculation = None
     if request.chunks and worker.slot >= 0:
         speculation = services.index.speculate(worker.slot, request.chunks)
-    return Route(worker, flight, speculation, hit_tokens, reason)
+    return Route(worker, flight, speculation, request.chunks, hit_tokens=hit_tokens, reason=reason)
 
 
 def _prefill_s(services: Services, worker: Worker, new: int, cached: int) -> float:
