@@ -262,12 +262,23 @@ def _build_call(
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """Return a tool call's arguments as an object; what is not one becomes an empty one, as in vLLM."""
+    """Return a tool call's arguments as an object; what is not one becomes an empty one, as in vLLM.
+
+    Raises:
+        Unreadable: they hold a lone surrogate, which cannot be tokenized.
+    """
     try:
         parsed = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
-    return parsed if isinstance(parsed, dict) else {}
+    if not isinstance(parsed, dict):
+        return {}
+    if "\\u" in text:
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Unreadable("arguments of a tool call hold a lone surrogate") from None
+    return parsed
 
 
 def developer_to_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import pairwise
 from threading import Lock
 from typing import Any, Final
 
@@ -97,9 +98,9 @@ class ChatRenderer:
     def certain_prefix(self, request: ChatRequest, outlined: Outline) -> tuple[list[str], int]:
         """Return the segments before the first image, audio or video, and how many characters the whole chat has.
 
-        What the engine puts in a medium's place is not known here. But it renders the messages before it as it would
-        without the medium, as far as the rendering of those messages alone and that of the whole chat agree; and of
-        that, all but the last segment is certain not to be continued by anything else.
+        What the engine puts in a medium's place is not known here, and a template may render a chat with media
+        differently from its beginning. Certain is that beginning of the whole chat which the messages before the medium
+        give on their own, too.
 
         Raises:
             TemplateError: the template refuses the conversation.
@@ -107,20 +108,15 @@ class ChatRenderer:
         """
         assert outlined.first_media is not None
         template = self.template_for(request)
-        whole_chat = replace(self.chat(request, outlined), continue_final_message=False)
-        whole = template.render(whole_chat)
+        chat = replace(self.chat(request, outlined), continue_final_message=False)
+        whole = template.render(chat)
         if outlined.first_media == 0:
             return [], len(whole)
         before = outline(request.messages[: outlined.first_media], template.parts)
-        chat = replace(
-            whole_chat,
-            shapes=before.shapes,
-            leaves=before.leaves,
-            add_generation_prompt=False,
-            continue_final_message=False,
-        )
-        common = _common_prefix(template.render(chat), whole)
-        return self._cutter.cut(common)[:-1], len(whole)
+        alone = replace(chat, shapes=before.shapes, leaves=before.leaves, add_generation_prompt=False)
+        common = _common_prefix(template.render(alone), whole)
+        starts = [start for start in self._cutter.starts(whole) if start <= common]
+        return [whole[start:end] for start, end in pairwise([0, *starts]) if start < end], len(whole)
 
     def learn(self, request: ChatRequest, outlined: Outline, chat: Chat, texts: list[str]) -> None:
         """Consider a plan for conversations like this one: a shape seen for the second time gets one, in a thread."""
@@ -172,9 +168,8 @@ def _followed(recipes: list[Recipe], leaves: Leaves) -> list[str]:
     return [recipe if isinstance(recipe, str) else recipe(leaves) for recipe in recipes]
 
 
-def _common_prefix(one: str, other: str) -> str:
-    if other.startswith(one):
-        return one
+def _common_prefix(one: str, other: str) -> int:
+    """Return the length of the longest common prefix."""
     alike, differing = 0, min(len(one), len(other)) + 1
     while differing - alike > 1:
         middle = (alike + differing) // 2
@@ -182,4 +177,4 @@ def _common_prefix(one: str, other: str) -> str:
             alike = middle
         else:
             differing = middle
-    return one[:alike]
+    return alike

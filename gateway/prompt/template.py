@@ -21,7 +21,7 @@ from gateway.prompt.chat import Chat
 from gateway.prompt.content_format import takes_parts
 from gateway.prompt.conversation import Shapes, build, developer_to_system, parse_arguments
 
-RENDER_LIMIT_S: Final = 2.0
+RENDER_LIMIT_S: Final = 5.0
 RENDER_LIMIT_CHARS: Final = 64 * 2**20
 _PIECES_BETWEEN_CHECKS: Final = 1024
 _CONTINUE_HERE: Final = "CONTINUE_FINAL_MESSAGE_TAG "

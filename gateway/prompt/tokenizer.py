@@ -267,9 +267,6 @@ def _around(tokenizer: tokenizers.Tokenizer) -> tuple[bytes, bytes]:
     """Return the packed ids that the post-processor puts before and after a text."""
     bare = tokenizer.encode("a b", add_special_tokens=False).ids
     full = tokenizer.encode("a b", add_special_tokens=True).ids
-    for before in range(len(full) - len(bare) + 1):
-        if full[before : before + len(bare)] == bare:
-            return pack(full[:before]), pack(full[before + len(bare) :])
-    raise TokenizerError(
-        "the tokenizer's post-processor does more than to put tokens around a text; use source: engine"
-    )
+    starts = range(len(full) - len(bare) + 1)
+    at = next(start for start in starts if full[start : start + len(bare)] == bare)
+    return pack(full[:at]), pack(full[at + len(bare) :])

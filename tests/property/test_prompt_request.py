@@ -1,0 +1,63 @@
+"""No body makes the parser fail otherwise than it should."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gateway.errors import BadRequest
+from gateway.prompt.conversation import Unreadable, outline
+from gateway.prompt.request import ChatRequest, parse_request
+from tests.prompt_rig import BODIES, CHAT, COMPLETIONS
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(
+    "model messages prompt stream stream_options n max_tokens max_completion_tokens tools chat_template_kwargs "
+    "documents cache_salt session_id user suffix add_generation_prompt add_special_tokens reasoning_effort priority".split()
+)
+message_fields = st.sampled_from(
+    "role content tool_calls tool_call_id name reasoning reasoning_content task tools".split()
+)
+messages = st.lists(st.dictionaries(message_fields, json_values, max_size=4) | json_values, max_size=3)
+bodies = st.dictionaries(fields, json_values | messages, max_size=6)
+paths = st.sampled_from([CHAT, COMPLETIONS])
+
+
+def parse(path: str, body: bytes) -> None:
+    try:
+        request = parse_request(path, body)
+    except BadRequest as error:
+        assert error.status == 400
+        assert error.message
+        return
+    assert request.max_tokens is None or 0 <= request.max_tokens < 2**31
+    assert isinstance(request.model, str)
+    assert request.opaque in (True, False)
+    if isinstance(request, ChatRequest):
+        for parts in (True, False):
+            with suppress(Unreadable):
+                outline(request.messages, parts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(path=paths, body=bodies)
+@example(path=CHAT, body={"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]})
+def test_any_object_is_read_refused_or_left_to_the_engine(path, body):
+    parse(path, json.dumps(body).encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(path=paths, body=st.sampled_from(list(BODIES.values())), data=st.data())
+def test_damaged_bodies_are_read_refused_or_left_to_the_engine(path, body, data):
+    raw = bytearray(json.dumps(body, ensure_ascii=data.draw(st.booleans())).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    parse(path, bytes(raw))
