@@ -18,9 +18,10 @@ from gateway.fleet.models import ModelCards
 from gateway.fleet.rates import PrefillRates
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.approximate import ApproximateCache
-from gateway.index.base import ChunkIndex
 from gateway.index.memory import MemoryIndex
 from gateway.index.redis import RedisIndex
+from gateway.observe.fleet import export_fleet
+from gateway.observe.knowledge import export_knowledge
 from gateway.observe.observer import Observer
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
@@ -49,7 +50,7 @@ class Gateway:
         self.registry = Registry()
         self.rates = PrefillRates(self.registry)
         self.ledger = Ledger(self.registry, self.rates.observe)
-        self.index: ChunkIndex = (RedisIndex if config.index.backend == "redis" else MemoryIndex)(config.index)
+        self.index = RedisIndex(config.index) if config.index.backend == "redis" else MemoryIndex(config.index)
         self.approximate = ApproximateCache(self.index)
         self.prompts = PromptPipeline(config)
         self.feeds = EventFeeds(self.registry, self.index, self.hasher)
@@ -57,6 +58,8 @@ class Gateway:
         self.health = Health(self.registry, config.health)
         self.models = ModelCards(self.registry)
         self.scraper = Scraper(self.registry, config.metrics, on_restart=self._restarted)
+        export_fleet(self.observer, self.registry, self.ledger, self.health, self.scraper)
+        export_knowledge(self.observer, self.feeds, self.index)
         self.services = Services(
             config=config,
             registry=self.registry,
