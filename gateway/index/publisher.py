@@ -75,6 +75,7 @@ class Publisher:
         self._rewrite_s = max(1.0, config.ttl_s) / 2
         self._owners_changed = owners_changed
         self._replica = uuid4().hex[:12]
+        self._claims = count()
         self._private = count(FIRST_PRIVATE_SLOT)
         self._owners: dict[int, str] = {}  # our slots, until nothing is left of them in Redis → owner
         self._numbers: dict[int, int] = {}  # our slots → number in Redis, where they have one
@@ -87,6 +88,7 @@ class Publisher:
         self._rewrite_wanted = asyncio.Event()
         self._begin_generation = False
         self._renew_now = asyncio.Event()
+        self._away = False
         self._tasks: list[asyncio.Task[Any]] = []
         self.up = asyncio.Event()
         self.counters = Counters()
@@ -113,7 +115,7 @@ class Publisher:
 
     async def claim(self, worker: str) -> int:
         """Return a slot for ``worker``: within a second, and a private one if Redis is away."""
-        owner = f"{self._replica} {worker}"
+        owner = f"{self._replica}.{next(self._claims)} {worker}"  # another for each claim: freeing twice is harmless
         number = None
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
@@ -158,10 +160,12 @@ class Publisher:
     def failed(self, error: BaseException) -> None:
         """Redis did not answer: nobody asks it again before a lease could be renewed."""
         self.counters.errors += 1
+        if not self._away:
+            self._away = True
+            log.warning("the shared index is out of reach: %s", str(error) or type(error).__name__)
         if self.up.is_set():
             self.up.clear()
             self._renew_now.set()
-            log.warning("the shared index is out of reach: %s", str(error) or type(error).__name__)
 
     async def _keep_leases(self) -> None:
         pause = _FIRST_RETRY_S
@@ -175,9 +179,10 @@ class Publisher:
                 self.failed(error)
                 pause = min(2 * pause, _RENEW_S)
             else:
-                if not self.up.is_set():
-                    log.info("the shared index answers, generation %d", self._store.generation)
-                    self.up.set()
+                if self._away:
+                    self._away = False
+                    log.info("the shared index answers again")
+                self.up.set()
                 pause = _RENEW_S
             if loop.time() >= rewrite_at:  # half of the TTL is over
                 rewrite_at += self._rewrite_s
@@ -204,8 +209,13 @@ class Publisher:
             self.counters.generations += generation > 0
             self._rewrite_wanted.set()
         for slot in self._owners.keys() - self._numbers.keys() - self._leaving:
-            self._numbers[slot] = await self._store.claim(self._owners[slot])
-            self._rewrite_wanted.set()
+            owner = self._owners.get(slot, "")
+            number = await self._store.claim(owner)
+            if slot in self._owners:
+                self._numbers[slot] = number
+                self._rewrite_wanted.set()
+            else:  # it was released meanwhile
+                await self._store.free(number, owner)
 
     async def _rewrite(self) -> None:
         while True:
@@ -225,6 +235,8 @@ class Publisher:
                 await self._write_some()
                 await self._free_left()
             except UNREACHABLE as error:
+                # What timed out may still arrive, after what is written next: but then under the old generation's keys.
+                self._begin_generation |= isinstance(error, TimeoutError)
                 self.failed(error)
                 continue
             if not self._waiting and not self._leaving:
@@ -258,7 +270,7 @@ class Publisher:
                 continue
             if slot in self._numbers:
                 await self._store.free(self._numbers[slot], self._owners[slot])
-                del self._numbers[slot]
+                self._numbers.pop(slot, None)
             self._leaving.discard(slot)
             del self._owners[slot]
             self._owners_changed()

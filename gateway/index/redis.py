@@ -39,7 +39,7 @@ class RedisIndex:
         )
         self._store = RedisStore(config)
         # Of others' slots: those which are not ours, nor were until just now.
-        self._others_rows = RowCache(self._position_among_others)
+        self._others_rows = RowCache(self._number_among_others)
         self._others_overlay = Overlay(config.speculative_ttl_s, clock=clock)
         self._publisher = Publisher(self._store, self._table, config, self._others_rows.clear)
 
@@ -82,18 +82,19 @@ class RedisIndex:
         if not chunks:
             return Residency.none(len(slots))
         masks = await self._ask(chunks) if self._others_rows.rows(slots).wanted else ()
-        ours = self._table.residency(tagged(chunks, chunks[0]), slots, chunk_tokens)
-        rows = self._others_rows.rows(slots)
-        if not rows.wanted:
+        ours, others = Residency.none(len(slots)), self._others_rows.rows(slots)
+        if self._table.has_any(slots):
+            ours = self._table.residency(tagged(chunks, chunks[0]), slots, chunk_tokens)
+        if not others.wanted:
             return ours
-        others = leading_runs(self._others_overlay.over(masks, chunks), rows, chunk_tokens)
-        return Residency(ours.hit_tokens + others.hit_tokens, ours.by_tier + others.by_tier)
+        theirs = leading_runs(self._others_overlay.over(masks, chunks), others, chunk_tokens)
+        return Residency(ours.hit_tokens + theirs.hit_tokens, ours.by_tier + theirs.by_tier)
 
     def speculate(self, slot: int, chunks: Sequence[bytes]) -> SpeculativePrompt:
         """Count a prompt as held by ``slot``; see ``ChunkIndex``."""
         if chunks and slot in self._table:
             return self._table.speculate(slot, tagged(chunks, chunks[0]))
-        return self._others_overlay.add(self._position_among_others(slot), chunks)
+        return self._others_overlay.add(self._number_among_others(slot), chunks)
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
         """``slot``, one of ours, now holds ``chunks`` in ``tier``; see ``ChunkIndex``."""
@@ -136,7 +137,7 @@ class RedisIndex:
             self._publisher.failed(error)
             return repeat(0, len(chunks))
 
-    def _position_among_others(self, slot: int) -> int:
+    def _number_among_others(self, slot: int) -> int:
         return -1 if slot >= FIRST_PRIVATE_SLOT or self._publisher.owns(slot) else slot
 
     def _lost(self, slot: int, key: bytes) -> None:

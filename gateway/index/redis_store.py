@@ -21,18 +21,21 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
+import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError
 
 from gateway.config import IndexConfig
+from gateway.errors import ConfigError
 
 UNREACHABLE: Final = (RedisError, OSError, TimeoutError)
 """What every command may raise. It may have been carried out all the same."""
 
 LEASE_S: Final = 10.0
 _COMMAND_TIMEOUT_S: Final = 1.0
+_WRITE_TIMEOUT_S: Final = 10.0  # long: a write that is given up may still be carried out, and later than the next one
 _MAX_CONNECTIONS: Final = 256
 _TAG_BYTES: Final = 2  # 65,536 tags for the 16,384 slots of a cluster
 _KEYS_PER_CALL: Final = 128  # a script keeps all other clients waiting, some 2 µs per key
@@ -81,7 +84,7 @@ for i = 6, #ARGV, 2 do
   if owner and owner ~= ARGV[i + 1] then
     table.insert(lost, tonumber(ARGV[i]))
   else
-    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+    if not owner then redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
     redis.call('ZADD', KEYS[1], now + lease_ms, ARGV[i])
   end
 end
@@ -107,26 +110,41 @@ def tagged(chunks: Iterable[bytes], root: bytes, prefix: bytes = b"") -> list[by
     return [start + chunk for chunk in chunks]
 
 
+class _PacksInC:
+    """Lets redis-py's asyncio connections pack commands some ten times faster: 512 keys are sent per decision."""
+
+    def pack_command(self, name: str, *args: Any) -> list[bytes]:
+        return [hiredis.pack_command((*name.split(), *args))]
+
+
 class RedisStore:
-    """The commands. Each raises one of ``UNREACHABLE`` when it fails, within a second at the latest.
+    """The commands. Each raises one of ``UNREACHABLE`` when it fails or takes too long.
 
     Args:
         config: URL, namespace and times.
 
     Attributes:
         generation: the generation that is read and written; 0 before the first ``renew``.
+
+    Raises:
+        ConfigError: the URL is not one of Redis.
     """
 
     def __init__(self, config: IndexConfig) -> None:
         # No retries here: whoever asks has something better to do than to wait.
-        self._redis = Redis.from_url(
-            config.url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=None,
-            socket_connect_timeout=_COMMAND_TIMEOUT_S,
-            max_connections=_MAX_CONNECTIONS,
-        )
+        try:
+            self._redis = Redis.from_url(
+                config.url,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=None,
+                socket_connect_timeout=_COMMAND_TIMEOUT_S,
+                max_connections=_MAX_CONNECTIONS,
+            )
+        except ValueError as error:
+            raise ConfigError(f"index.url: {error}") from None
+        pool = self._redis.connection_pool
+        pool.connection_class = type("PackingConnection", (_PacksInC, pool.connection_class), {})
         self._namespace = config.namespace
         slots = f"{config.namespace}:{{slots}}"
         self._leases, self._owners, self._generation = f"{slots}:leases", f"{slots}:owners", f"{slots}:generation"
@@ -151,7 +169,7 @@ class RedisStore:
             for start in range(0, len(keys), _KEYS_PER_CALL):
                 names = [self._prefix + key for key in keys[start : start + _KEYS_PER_CALL]]
                 pipeline.eval(_WRITE, len(names), *names, slot ^ 1, nibble, self._chunk_ttl_ms)
-        async with asyncio.timeout(_COMMAND_TIMEOUT_S):
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
             await pipeline.execute()
 
     async def claim(self, owner: str) -> int:

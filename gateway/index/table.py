@@ -139,6 +139,10 @@ class ChunkTable:
         """Count ``chunks``, a prompt from its beginning, as held by ``slot`` in HBM."""
         return self._overlay.add(self._columns.get(slot, -1), chunks)
 
+    def has_any(self, slots: Sequence[int]) -> bool:
+        """Return whether one of ``slots`` is open here."""
+        return self._rows.rows(slots).wanted != 0
+
     def residency(self, chunks: Sequence[bytes], slots: Sequence[int], chunk_tokens: int) -> Residency:
         """Return the leading run that each slot holds; nothing for slots that are not open here."""
         get_of = self._get_of

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from gateway.config import IndexConfig
+from gateway.errors import ConfigError
 from gateway.index.publisher import FIRST_PRIVATE_SLOT
 from gateway.index.redis import RedisIndex
 from policies.base import Tier
@@ -211,6 +212,22 @@ async def test_what_changes_while_the_server_does_not_answer_is_written_afterwar
     assert await hits(other, prompt(4, seed=1), [slot]) == [4]
 
 
+async def test_a_write_that_was_given_up_cannot_undo_a_later_one(
+    replica: Replica, valkey: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.index.redis_store._WRITE_TIMEOUT_S", 0.1)
+    one, other = replica(), replica()
+    slot, _ = await one.acquire_slot("a"), await other.acquire_slot("b")
+    chunks = prompt(20)
+    valkey.freeze()
+    await one.store(slot, chunks, Tier.HBM)
+    await until(lambda: _down(one))
+    await one.remove(slot, chunks[8:], None, chunks[0])
+    valkey.thaw()
+    await until(lambda: _began(one, 1))
+    await until(lambda: _says(other, chunks, slot, 8))
+
+
 async def test_a_killed_server_is_refilled_when_it_comes_back(replica: Replica, valkey: Valkey) -> None:
     one, other = replica(), replica()
     slot, own = await one.acquire_slot("a"), await other.acquire_slot("b")
@@ -352,16 +369,16 @@ async def test_speculations_count_without_a_server(replica: Replica, valkey: Val
     assert await hits(other, chunks, [slot, own]) == [6, 3]
 
 
-async def test_a_thousand_holders_are_all_known_to_the_other_replica(replica: Replica) -> None:
+async def test_hundreds_of_holders_are_all_known_to_the_other_replica(replica: Replica) -> None:
     one, other = replica(), replica()
-    slots = await asyncio.gather(*(one.acquire_slot(f"w{number}") for number in range(1000)))
+    slots = await asyncio.gather(*(one.acquire_slot(f"w{number}") for number in range(300)))
     await other.acquire_slot("b")
     chunks = prompt(4)
     for slot in slots:
         await one.store(slot, chunks, Tier(slot % 4))
     await one.flush()
     residency = await other.residency(chunks, slots, 256)
-    assert residency.hit_tokens.tolist() == [4 * 256] * 1000
+    assert residency.hit_tokens.tolist() == [4 * 256] * 300
     assert residency.by_tier.argmax(1).tolist() == [slot % 4 for slot in slots]
 
 
@@ -374,6 +391,26 @@ async def test_a_server_that_was_never_there_is_no_error(replica: Replica) -> No
     await index.clear(slot)
     await index.release_slot(slot)
     assert await hits(index, chunks, [slot]) == [0]
+
+
+async def test_passwords_are_used_and_not_logged(
+    replica: Replica, valkey: Valkey, admin: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    admin.config_set("requirepass", "right-one")
+    try:
+        url = valkey.url.replace("redis://", "redis://:{}@")
+        locked_out, let_in = replica(url=url.format("wrong-one")), replica(url=url.format("right-one"))
+        assert await locked_out.acquire_slot("a") >= FIRST_PRIVATE_SLOT
+        assert await let_in.acquire_slot("b") == 0
+    finally:
+        admin.config_set("requirepass", "")
+    assert "out of reach" in caplog.text
+    assert "-one" not in caplog.text
+
+
+def test_a_url_that_is_not_one_of_redis_is_a_mistake_in_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"index\.url"):
+        RedisIndex(IndexConfig(backend="redis", url="http://127.0.0.1:6379"))
 
 
 async def _says(index: RedisIndex, chunks: list[bytes], slot: int, expected: int) -> bool:
