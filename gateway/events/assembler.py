@@ -12,13 +12,12 @@ What counts as held:
 * A tier holds a chunk if it holds every block of it. A chunk whose blocks are spread over tiers can be used once the
   slowest of them has been brought up, so the slowest tier that is needed counts as holding it too.
 * A reset empties every tier: the event names none, and too little is the safe side.
+* Some publishers (shared pools, file systems) never say what they drop. A tier below HBM in which nothing was ever
+  removed forgets by age what is not announced again.
 * Of a hybrid model's cache groups, the first that is seen to hold reusable prefixes stands for all.
 
 A block's hash settles its content for the life of the engine, so its first description stays: copies made by
 offloading are announced without the salt, the adapter or the images of the original.
-
-A million objects that the garbage collector tracks would stall the event loop some 100 ms per collection. Hence blocks
-are untracked structs, and they refer to each other by hash.
 """
 
 from __future__ import annotations
@@ -27,36 +26,17 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final, NamedTuple
 
-import msgspec
-
+from gateway.events.blocks import ALONE, EVERY_TIER, JOIN, NO_BLOCKS, TIERS_OF, Block, holders
 from gateway.events.decode import Event, Hash, Removed, Stored
-from policies.base import N_TIERS, Tier
+from policies.base import Tier
 from policies.chunks import TOKEN_BYTES, ChunkHasher
 
 MAX_BLOCKS: Final = 2_000_000
 MAX_ORPHANS: Final = 50_000
 
-# Sets of tiers are bit masks, as in the index. The *standing* of some consecutive blocks is one byte: in its low half
-# the tiers that hold all of them, in its high half the slowest that is needed; 0 if a block is held nowhere.
-_EVERY: Final = (1 << N_TIERS) - 1
-_NO_BLOCKS: Final = _EVERY
-_TIERS_OF: Final = tuple(tuple(tier for tier in Tier if tiers >> tier & 1) for tiers in range(_EVERY + 1))
-
-
-def _join(standing: int, tiers: int) -> int:
-    """Return the standing of some blocks and one more, which ``tiers`` hold."""
-    if not standing or not tiers:
-        return 0
-    fastest = tiers & -tiers
-    return (standing & tiers) | max(standing >> N_TIERS, fastest) << N_TIERS
-
-
-_JOIN: Final = tuple(bytes(_join(standing, tiers) for tiers in range(_EVERY + 1)) for standing in range(256))
-_ALONE: Final = _JOIN[_NO_BLOCKS]
-
 
 class ChunkRun(NamedTuple):
-    """Chunks of one chain, those nearer to its beginning first; ``root`` is the chain's first chunk."""
+    """Chunks whose chains begin with the same chunk, ``root``."""
 
     tier: Tier
     root: bytes
@@ -71,63 +51,13 @@ class Changes(NamedTuple):
     removed: list[ChunkRun]
 
 
-class _Block(msgspec.Struct, gc=False, eq=False):
-    """One engine block.
-
-    Attributes:
-        parent: hash of the block before it, None at the beginning of a prompt.
-        tokens: packed token ids.
-        extra: multimodal items that reach into it.
-        tiers: those that hold it; none while it only links its children to the beginning.
-        standing: of the first chunk that it is part of, as far as its own end.
-        chain: hash of the last whole chunk up to its end, or the chain's seed; empty for an orphan, a block whose way
-            to the beginning of its prompt is not known.
-        root: the chain's first chunk; empty until that is complete.
-        open: tokens since the last whole chunk, at its end.
-        chunks: those that end in it.
-        next: hash of the block attached after it, or a dict of several.
-    """
-
-    parent: Hash | None
-    tokens: bytes
-    extra: tuple[bytes, ...] = ()
-    tiers: int = 0
-    standing: int = 0
-    chain: bytes = b""
-    root: bytes = b""
-    open: int = 0
-    chunks: tuple[bytes, ...] = ()
-    next: Hash | dict[Hash, None] | None = None
-
-    def link(self, key: Hash) -> None:
-        if self.next is None:
-            self.next = key
-        elif isinstance(self.next, dict):
-            self.next[key] = None
-        else:
-            self.next = {self.next: None, key: None}
-
-    def unlink(self, key: Hash) -> None:
-        if isinstance(self.next, dict):
-            del self.next[key]
-            self.next = self.next or None
-        else:
-            self.next = None
-
-    def onward(self) -> int:
-        """Return the standing with which a block after this one begins."""
-        if not self.open:
-            return _NO_BLOCKS
-        return _ALONE[self.tiers] if self.chunks else self.standing
-
-
 class Assembler:
     """Follows the cache of one incarnation of a worker.
 
     Args:
         hasher: hashes chunks.
         model: the worker's base model.
-        max_blocks: more blocks than this are not kept; the oldest leaves go first.
+        max_blocks: more blocks than this are not kept; the oldest branches go first.
         max_orphans: the same for blocks whose parent has not been announced.
     """
 
@@ -140,16 +70,22 @@ class Assembler:
         self._max_orphans = max_orphans
         self._group: int | None = None
         self._cleared = False
+        # What tiers that have never removed anything have announced since the last `age`, and before.
+        self._young: dict[Tier, dict[Hash, None]] = {tier: {} for tier in Tier if tier is not Tier.HBM}
+        self._old: dict[Tier, dict[Hash, None]] = {tier: {} for tier in self._young}
         self._reset()
 
     def _reset(self) -> None:
-        self._blocks: dict[Hash, _Block] = {}
+        self._blocks: dict[Hash, Block] = {}
         self._copies: dict[tuple[Hash, Tier], int] = {}  # announcements beyond the first
         self._orphans: dict[Hash, None] = {}
         self._waiting: dict[Hash, dict[Hash, None]] = {}  # unknown parent → its orphans
         self._holdings: dict[Tier, dict[bytes, int]] = {tier: {} for tier in Tier}  # chunk → blocks that end it
         self._stored: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}  # chunk → root
         self._removed: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}
+        for announced in (self._young, self._old):
+            for keys in announced.values():
+                keys.clear()
 
     def __len__(self) -> int:
         """Blocks that are known."""
@@ -171,10 +107,18 @@ class Assembler:
                 self._reset()
                 self._cleared = True
         if len(self._orphans) > self._max_orphans:
-            self._shed(list(islice(self._orphans, len(self._orphans) - self._max_orphans * 7 // 8)))
+            for key in list(islice(self._orphans, len(self._orphans) - self._max_orphans * 7 // 8)):
+                self._shed(key, EVERY_TIER)
         if len(self._blocks) > self._max_blocks:
-            leaves = (key for key, block in self._blocks.items() if block.next is None)
-            self._shed(list(islice(leaves, len(self._blocks) - self._max_blocks * 63 // 64)))
+            self._trim(self._max_blocks * 63 // 64)
+
+    def age(self) -> None:
+        """Where nothing is ever removed: forget what was not announced again since the call before this one."""
+        for tier, young in self._young.items():
+            for key in self._old[tier].keys() - young.keys():
+                if key in self._blocks:
+                    self._shed(key, 1 << tier)
+            self._old[tier], self._young[tier] = young, {}
 
     def take(self) -> Changes:
         """Return what has changed in terms of chunks since the last call. What came and went does not show."""
@@ -189,8 +133,10 @@ class Assembler:
         if tokens and self._group is None:
             self._group = event.group
         blocks, tier, parent = self._blocks, event.tier, event.parent
+        if tier in self._young:
+            self._young[tier].update(dict.fromkeys(event.hashes))
         if parent is None:
-            before: _Block | None = _Block(None, b"", chain=self._hasher.root(self.model, event.lora, event.salt))
+            before: Block | None = Block(None, b"", chain=self._hasher.root(self.model, event.lora, event.salt))
         else:
             before = blocks.get(parent)
         size = event.block_size * TOKEN_BYTES
@@ -199,7 +145,7 @@ class Assembler:
             if block is not None:
                 self._hold(key, block, tier)
             elif tokens:
-                block = _Block(parent, tokens[number * size : (number + 1) * size], extras[number] if extras else ())
+                block = Block(parent, tokens[number * size : (number + 1) * size], extras[number] if extras else ())
                 blocks[key] = block
                 self._place(key, block, before, 1 << tier)
             parent, before = key, block
@@ -207,13 +153,17 @@ class Assembler:
     def _remove(self, event: Removed) -> None:
         if not self._stands(event.group):
             return
+        if event.tier is not Tier.HBM and self._young:
+            for tier in Tier if event.tier is None else (event.tier,):
+                self._young.pop(tier, None)
+                self._old.pop(tier, None)
         for key in event.hashes:
             block = self._blocks.get(key)
             if block is None:
                 continue
             gone = block.tiers if event.tier is None else block.tiers & 1 << event.tier
             if self._copies:
-                for tier in _TIERS_OF[gone]:
+                for tier in TIERS_OF[gone]:
                     if self._drop_copy(key, tier):
                         gone &= ~(1 << tier)
             self._change(block, block.tiers & ~gone)
@@ -224,7 +174,7 @@ class Assembler:
         """Whether a cache group is the one that stands for all; None where the engine does not say."""
         return group is None or self._group is None or group == self._group
 
-    def _hold(self, key: Hash, block: _Block, tier: Tier) -> None:
+    def _hold(self, key: Hash, block: Block, tier: Tier) -> None:
         if block.tiers >> tier & 1:
             self._copies[key, tier] = self._copies.get((key, tier), 0) + 1
         else:
@@ -239,7 +189,7 @@ class Assembler:
             del self._copies[key, tier]
         return copies > 0
 
-    def _place(self, key: Hash, block: _Block, before: _Block | None, tiers: int) -> None:
+    def _place(self, key: Hash, block: Block, before: Block | None, tiers: int) -> None:
         """Attach a new block and the orphans that have waited for it, or let it wait for its own parent."""
         if before is None or not before.chain:
             assert block.parent is not None
@@ -260,7 +210,7 @@ class Assembler:
                 self._attach(child, block, before, tiers)
                 attached.append((child, block))
 
-    def _attach(self, key: Hash, block: _Block, before: _Block, tiers: int) -> None:
+    def _attach(self, key: Hash, block: Block, before: Block, tiers: int) -> None:
         """Carry the chain from ``before``, at whose end ``block`` begins, to the end of ``block``."""
         before.link(key)
         block.chain = before.chain
@@ -270,7 +220,7 @@ class Assembler:
             self._complete(block, before.open)
         self._set(block, tiers, before.onward())
 
-    def _complete(self, block: _Block, missing: int) -> None:
+    def _complete(self, block: Block, missing: int) -> None:
         """Hash the chunks that end in ``block``; the first of them began ``missing`` tokens before it."""
         members = [block]
         while missing > 0:
@@ -289,8 +239,10 @@ class Assembler:
             block.chunks += (block.chain,)
             members = [block]
         block.open -= len(block.chunks) * self._hasher.chunk_tokens
+        if not block.open:
+            block.tokens = b""  # no chunk reaches back over it
 
-    def _change(self, block: _Block, tiers: int) -> None:
+    def _change(self, block: Block, tiers: int) -> None:
         """Let ``tiers`` hold a block, and see what that means for the blocks after it in the same chunk."""
         if not block.chain:
             block.tiers = tiers
@@ -299,24 +251,24 @@ class Assembler:
         while changed:
             block, tiers = changed.pop()
             onward = block.onward()
-            self._set(block, tiers, _NO_BLOCKS if block.parent is None else self._blocks[block.parent].onward())
+            self._set(block, tiers, NO_BLOCKS if block.parent is None else self._blocks[block.parent].onward())
             if block.next is not None and block.onward() != onward:
                 keys = block.next if isinstance(block.next, dict) else (block.next,)
                 changed += [(child, child.tiers) for child in map(self._blocks.__getitem__, keys)]
 
-    def _set(self, block: _Block, tiers: int, standing: int) -> None:
+    def _set(self, block: Block, tiers: int, standing: int) -> None:
         """Let ``tiers`` hold a block that begins with ``standing``, and note what changes for the chunks it ends."""
-        before, before_alone = block.standing, _ALONE[block.tiers]
-        after = _JOIN[standing][tiers]
+        before, before_alone = block.standing, ALONE[block.tiers]
+        after = JOIN[standing][tiers]
         block.tiers, block.standing = tiers, after
         for chunk in block.chunks:
             if before != after:
-                self._note(chunk, block.root, _holders(before), _holders(after))
-            before, after = before_alone, _ALONE[tiers]  # chunks after the first rest on this block alone
+                self._note(chunk, block.root, holders(before), holders(after))
+            before, after = before_alone, ALONE[tiers]  # chunks after the first rest on this block alone
 
     def _note(self, chunk: bytes, root: bytes, before: int, after: int) -> None:
         """Count the block runs by which each tier holds a chunk; the first and the last make a change."""
-        for tier in _TIERS_OF[before ^ after]:
+        for tier in TIERS_OF[before ^ after]:
             runs = self._holdings[tier]
             if after >> tier & 1:
                 runs[chunk] = runs.get(chunk, 0) + 1
@@ -329,7 +281,7 @@ class Assembler:
                 if self._stored[tier].pop(chunk, None) is None:
                     self._removed[tier][chunk] = root
 
-    def _forget(self, key: Hash, block: _Block) -> None:
+    def _forget(self, key: Hash, block: Block) -> None:
         """Drop a block that no tier holds and nothing follows, then the parents that were kept for its sake."""
         while True:
             del self._blocks[key]
@@ -352,19 +304,26 @@ class Assembler:
         if not siblings:
             del self._waiting[parent]
 
-    def _shed(self, keys: Iterable[Hash]) -> None:
-        """Forget leaves although the engine may hold them: memory is bounded, and too little is the safe side."""
-        for key in keys:
-            block = self._blocks[key]
-            for tier in _TIERS_OF[block.tiers]:
-                self._copies.pop((key, tier), None)
-            self._change(block, 0)
+    def _trim(self, n_blocks: int) -> None:
+        """Cut back to ``n_blocks`` blocks: the oldest branches, each from its end."""
+        leaves = (key for key, block in self._blocks.items() if block.next is None)
+        for leaf in list(islice(leaves, len(self._blocks) - n_blocks)):
+            key: Hash | None = leaf
+            while key is not None and len(self._blocks) > n_blocks:
+                block = self._blocks.get(key)
+                if block is None or block.next is not None:
+                    break
+                self._shed(key, EVERY_TIER)
+                key = block.parent
+
+    def _shed(self, key: Hash, tiers: int) -> None:
+        """Let ``tiers`` no longer hold a block although the engine has not said so: too little is the safe side."""
+        block = self._blocks[key]
+        for tier in TIERS_OF[tiers]:
+            self._copies.pop((key, tier), None)
+        self._change(block, block.tiers & ~tiers)
+        if not block.tiers and block.next is None:
             self._forget(key, block)
-
-
-def _holders(standing: int) -> int:
-    """Return the tiers that hold a chunk of this standing."""
-    return standing & _EVERY | standing >> N_TIERS
 
 
 def _runs(pending: dict[Tier, dict[bytes, bytes]]) -> list[ChunkRun]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -40,15 +40,13 @@ _STORED_FIELDS: Final = (
     "session_id",
 )
 _REMOVED_FIELDS: Final = ("type", "block_hashes", "medium", "group_idx", "locality", "ownership")
-# Field order of the events that older engines publish as arrays, and the names Mooncake gives the same events.
+# Field order of the events that older engines publish as arrays.
 _FIELDS: Final[Mapping[object, Sequence[str]]] = MappingProxyType(
     {"BlockStored": _STORED_FIELDS, "BlockRemoved": _REMOVED_FIELDS, "AllBlocksCleared": ("type",)}
 )
-_TYPES: Final[Mapping[object, str]] = MappingProxyType(
-    {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
-)
-_MEDIA: Final[Mapping[str, Tier]] = MappingProxyType(
+_MEDIA: Final[Mapping[str | None, Tier]] = MappingProxyType(
     {
+        None: Tier.HBM,
         "GPU": Tier.HBM,
         "HBM": Tier.HBM,
         "DEVICE": Tier.HBM,
@@ -66,6 +64,7 @@ _MEDIA: Final[Mapping[str, Tier]] = MappingProxyType(
 )
 # Groups of a hybrid model whose blocks, once stored, serve any later prompt that begins with the same tokens.
 _PREFIX_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+_INTEGERS: Final = {int}
 _U64: Final = (1 << 64) - 1
 _MILLISECONDS: Final = 1e11  # as seconds, a time above this would lie after the year 5000
 _END_OF_REPLAY: Final = b"\xff" * 8
@@ -181,7 +180,7 @@ def decode_batch(payload: bytes) -> Batch:
     for event in events:
         try:
             known = _event(event)
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
             batch.bad += 1
             continue
         if known is None:
@@ -205,15 +204,17 @@ def _event(raw: Any) -> Event | None:
         raw = dict(zip(_FIELDS.get(tag, ()), raw, strict=False))
     else:
         raise TypeError("an event is a map or an array")
-    match _TYPES.get(tag, tag):
-        case "BlockStored":
-            return _stored(raw)
-        case "BlockRemoved":
-            everywhere = raw.get("medium") is None and raw.get("locality") != "REMOTE"
-            return Removed(_hashes(raw), None if everywhere else _tier(raw), _number(raw.get("group_idx")))
-        case "AllBlocksCleared":
-            return Cleared()
-    return None
+    read = _READERS.get(tag)
+    return None if read is None else read(raw)
+
+
+def _removed(raw: dict[str, Any]) -> Removed:
+    everywhere = raw.get("medium") is None and raw.get("locality") != "REMOTE"
+    return Removed(_hashes(raw), None if everywhere else _tier(raw), _number(raw.get("group_idx")))
+
+
+def _cleared(_: dict[str, Any]) -> Cleared:
+    return Cleared()
 
 
 def _stored(raw: dict[str, Any]) -> Stored | None:
@@ -278,7 +279,7 @@ def _hashes(raw: dict[str, Any]) -> list[Hash]:
 def _opaque(hashes: list[Any]) -> list[Hash]:
     """Check the hashes' type. SGLang's integers are signed: made unsigned, the same hash has one form everywhere."""
     kinds = set(map(type, hashes))
-    if kinds == {int}:
+    if kinds == _INTEGERS:
         return [number & _U64 for number in hashes] if min(hashes) < 0 else hashes
     if kinds and kinds not in ({bytes}, {str}):
         raise TypeError("block hashes are integers, bytes or text")
@@ -297,8 +298,9 @@ def _tier(raw: dict[str, Any]) -> Tier:
     """Return where blocks lie; without a medium that is HBM, and a medium unknown here counts as the slowest tier."""
     if raw.get("locality") == "REMOTE":
         return Tier.REMOTE
-    medium = _text(raw.get("medium"))
-    return Tier.HBM if medium is None else _MEDIA.get(medium.upper(), Tier.REMOTE)
+    medium: Any = raw.get("medium")
+    tier = _MEDIA.get(medium)
+    return _MEDIA.get(medium.upper(), Tier.REMOTE) if tier is None else tier
 
 
 def _number(value: Any) -> int | None:
@@ -311,3 +313,16 @@ def _text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     raise TypeError("not text")
+
+
+# By the names of vLLM and SGLang, and by those that Mooncake gives the same events.
+_READERS: Final[Mapping[object, Callable[[dict[str, Any]], Event | None]]] = MappingProxyType(
+    {
+        "BlockStored": _stored,
+        "BlockRemoved": _removed,
+        "AllBlocksCleared": _cleared,
+        "stored": _stored,
+        "removed": _removed,
+        "cleared": _cleared,
+    }
+)

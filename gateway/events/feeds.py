@@ -25,6 +25,7 @@ log = logging.getLogger("kvway.events")
 _MAX_SOCKETS: Final = 16_384
 _MODEL_CHECK_S: Final = 0.5  # how often a worker's base model is compared with the one its chunks are hashed under
 _RETRY_S: Final = 1.0
+_AGE_S: Final = 1800.0  # what a tier stores and never removes is believed for once to twice this long
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,6 +113,7 @@ class _Feed:
         self._context = shared.context
         self._silence_s = shared.silence_s
         self._assembler: Assembler | None = None
+        self._age_at = time.monotonic() + _AGE_S
         self._anew = asyncio.Event()
         self._task = spawn(self._run(), f"events of {worker.name}")
 
@@ -132,16 +134,16 @@ class _Feed:
     async def close(self) -> None:
         """Stop, and give the slot back."""
         await stop(self._task)
-        slot, self._worker.slot = self._worker.slot, NO_SLOT
-        if slot != NO_SLOT:
-            self._registry.touch()
-            await self._index.release_slot(slot)
+        await self._leave_slot()
 
     async def take(self, payloads: list[bytes]) -> None:
         """Take in batches that follow on those before."""
         assembler = self._current()
         for payload in payloads:
             assembler.apply(self._decode(payload))
+        if time.monotonic() > self._age_at:
+            self._age_at = time.monotonic() + _AGE_S
+            assembler.age()
         await self._write(assembler.take())
         await asyncio.sleep(0)  # the memory index never suspends, and a long replay must not keep the loop to itself
 
@@ -209,11 +211,16 @@ class _Feed:
         return next(iter(self._worker.models.values()), None)
 
     async def _take_slot(self) -> None:
-        old = self._worker.slot
+        """Leave the present slot at once, so that nothing of it is believed any more; then take another."""
+        await self._leave_slot()
         self._worker.slot = await self._index.acquire_slot(self._worker.name)
         self._registry.touch()
-        if old != NO_SLOT:
-            await self._index.release_slot(old)
+
+    async def _leave_slot(self) -> None:
+        slot, self._worker.slot = self._worker.slot, NO_SLOT
+        if slot != NO_SLOT:
+            self._registry.touch()
+            await self._index.release_slot(slot)
 
     def _decode(self, payload: bytes) -> list[Event]:
         stats = self.stats

@@ -31,7 +31,9 @@ log = logging.getLogger("kvway.events")
 
 QUEUED_MESSAGES: Final = 100_000  # as many as vLLM's publisher queues
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
-BURST: Final = 64  # messages handled between two looks at the event loop
+# Batches handed over at once, by number and by size: their assembly keeps the event loop to itself.
+BURST: Final = 64
+BURST_BYTES: Final = 64 * 1024
 REPLAY_TIMEOUT_S: Final = 2.0
 SILENCE_S: Final = 5.0
 MAX_SILENCE_S: Final = 60.0
@@ -115,6 +117,7 @@ class Subscriber:
         self._published = -1  # highest number that came over the PUB socket
         self._replays = False  # whether the engine's buffer has ever had anything
         self._batches: list[bytes] = []
+        self._batches_bytes = 0
 
     async def run(self) -> None:
         """Receive for ever. ZMQ reconnects by itself.
@@ -138,7 +141,7 @@ class Subscriber:
                     except BadFrames:
                         self._stats.bad_events += 1
                     else:
-                        await self._published_batch(number, payload)
+                        await self._follow(number, payload)
                 await self._hand_over()
                 if not messages:
                     await self._catch_up()
@@ -162,7 +165,7 @@ class Subscriber:
             raise
         return socket
 
-    async def _published_batch(self, number: int, payload: bytes) -> None:
+    async def _follow(self, number: int, payload: bytes) -> None:
         if number <= self._published:
             await self._restarted()
         if self._next is None:
@@ -181,18 +184,20 @@ class Subscriber:
 
     async def _catch_up(self) -> None:
         """Take from the engine's buffer what has not arrived. Without an answer nothing changes."""
-        if self._config.replay_endpoint is None:
+        endpoint = self._config.replay_endpoint
+        if endpoint is None:
             return
         await self._hand_over()
         stalls = 0
         while stalls < STALLS:
             position = self._next
             try:
-                if await self._replay(self._config.replay_endpoint):
+                if await self._replay(endpoint):
                     self._patience_s = self._silence_s
                     return
             except (TimeoutError, BadFrames, zmq.ZMQError) as error:
-                log.debug("no replay from %s: %s", self._config.replay_endpoint, error)
+                first = self._patience_s == self._silence_s
+                log.log(logging.INFO if first else logging.DEBUG, "no replay from %s: %s", endpoint, error)
             stalls += self._next == position
         self._patience_s = min(2 * self._patience_s, MAX_SILENCE_S)
 
@@ -249,24 +254,30 @@ class Subscriber:
         self._next = number + 1
         self._last = payload
         self._batches.append(payload)
-        if len(self._batches) >= BURST:
+        self._batches_bytes += len(payload)
+        if len(self._batches) >= BURST or self._batches_bytes >= BURST_BYTES:
             await self._hand_over()
 
     async def _hand_over(self) -> None:
         if self._batches:
-            batches, self._batches = self._batches, []
+            batches = self._batches
+            self._drop_batches()
             await self._sink.take(batches)
+
+    def _drop_batches(self) -> None:
+        self._batches = []
+        self._batches_bytes = 0
 
     async def _lost(self, number: int) -> None:
         """Go on with batch ``number``, without those before."""
         self._stats.lost += 1
-        self._batches.clear()
+        self._drop_batches()
         self._next = number
         await self._sink.lost()
 
     async def _restarted(self) -> None:
         self._stats.restarts += 1
-        self._batches.clear()
+        self._drop_batches()
         self._next = None
         self._published = -1
         self._replays = False

@@ -295,6 +295,46 @@ def test_blocks_are_bounded_and_what_is_given_up_is_removed():
     assert sum(map(len, worker.index.held.values())) <= 100
 
 
+def test_one_branch_that_is_longer_than_the_bound_is_cut_back_from_its_end():
+    worker = Worker(max_blocks=100)
+    ids = tokens(2000)
+    worker.see(stored(range(1000), ids))
+    assert 90 <= len(worker.assembler) <= 100
+    assert 44 <= worker.run(ids) <= 50
+
+
+def age(worker: Worker, times: int = 1) -> None:
+    for _ in range(times):
+        worker.assembler.age()
+    worker.index.apply(worker.assembler.take())
+
+
+def test_a_tier_that_never_removes_forgets_by_age(worker):
+    worker.see(whole_prompt(), whole_prompt(medium="EXTERNAL"))
+    age(worker)
+    assert worker.tiers(PROMPT)[0] == {Tier.HBM, Tier.REMOTE}
+    worker.see(stored([1, 2], PROMPT[:4], medium="EXTERNAL"))
+    age(worker)
+    assert worker.tiers(PROMPT) == [{Tier.HBM, Tier.REMOTE}, {Tier.HBM}]
+    age(worker)
+    assert worker.tiers(PROMPT) == [{Tier.HBM}, {Tier.HBM}]
+
+
+def test_a_tier_that_removes_does_not_age(worker):
+    worker.see(whole_prompt(), whole_prompt(medium="CPU"), removed([4], medium="CPU"))
+    age(worker, times=3)
+    assert worker.tiers(PROMPT) == [{Tier.HBM, Tier.HOST}, {Tier.HBM}]
+
+
+def test_what_was_aged_out_leaves_nothing_behind(worker):
+    worker.see(whole_prompt(medium="disk"), whole_prompt(medium="disk"))
+    age(worker, times=2)
+    assert (worker.run(PROMPT), len(worker.assembler)) == (0, 0)
+    worker.see(whole_prompt(medium="disk"), CLEARED)
+    age(worker, times=2)
+    assert len(worker.assembler) == 0
+
+
 def test_a_long_chain_can_be_forgotten(worker):
     n = 50_000
     worker.see(stored(range(n), tokens(n)))
