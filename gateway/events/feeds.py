@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -37,6 +38,7 @@ class _Shared:
     hasher: ChunkHasher
     context: zmq.asyncio.Context
     silence_s: float
+    on_slot: Callable[[], None] | None
 
 
 class EventFeeds:
@@ -47,14 +49,24 @@ class EventFeeds:
         index: what they hold goes there.
         hasher: the same as for prompts.
         silence_s: seconds without a message after which an engine's replay buffer is asked.
+        follow_all: follow every worker; otherwise those that ``follow`` names, while other replicas follow the rest.
+        on_slot: called when a followed worker has another slot.
     """
 
     def __init__(
-        self, registry: Registry, index: ChunkIndex, hasher: ChunkHasher, silence_s: float = SILENCE_S
+        self,
+        registry: Registry,
+        index: ChunkIndex,
+        hasher: ChunkHasher,
+        silence_s: float = SILENCE_S,
+        *,
+        follow_all: bool = True,
+        on_slot: Callable[[], None] | None = None,
     ) -> None:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._shared = _Shared(registry, index, hasher, context, silence_s)
+        self._shared = _Shared(registry, index, hasher, context, silence_s, on_slot)
+        self._follow_all = follow_all
         self._feeds: dict[Worker, _Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -79,10 +91,11 @@ class EventFeeds:
             self._changed(worker, True)
 
     async def close(self) -> None:
-        """Stop listening and give the slots back."""
+        """Stop listening and give the slots back; those that other replicas read go on answering them."""
         self._closed = True
         feeds, self._feeds = list(self._feeds.values()), {}
-        await asyncio.gather(*(feed.close() for feed in feeds), *self._closing)
+        ends = (feed.close() if self._follow_all else feed.stop() for feed in feeds)
+        await asyncio.gather(*ends, *self._closing)
         self._shared.context.destroy(linger=0)
 
     def restarted(self, worker: Worker) -> None:
@@ -90,11 +103,30 @@ class EventFeeds:
         if (feed := self._feeds.get(worker)) is not None:
             feed.begin_anew()
 
+    def follow(self, worker: Worker) -> None:
+        """Follow a worker, unless that is done already.
+
+        A slot that it has from another replica goes on answering until the new one has caught up by replay.
+        """
+        if worker not in self._feeds and not self._closed:
+            self._feeds[worker] = _Feed(worker, self._shared)
+
+    async def unfollow(self, worker: Worker) -> int:
+        """Stop following a worker and return the slot it has here. The caller releases it when another one answers."""
+        feed = self._feeds.pop(worker)
+        await feed.stop()
+        return feed.slot
+
+    def follows(self, worker: Worker) -> bool:
+        """Return whether a worker is followed here."""
+        return worker in self._feeds
+
     def _changed(self, worker: Worker, joined: bool) -> None:
         if self._closed:
             return
         if joined:
-            self._feeds[worker] = _Feed(worker, self._shared)
+            if self._follow_all:
+                self.follow(worker)
         elif (feed := self._feeds.pop(worker, None)) is not None:
             closing = spawn(feed.close(), f"close events of {worker.name}")
             self._closing.add(closing)
@@ -105,6 +137,7 @@ class _Feed:
     """One worker: its slot, and the events that fill it. It is the sink of the worker's subscriber."""
 
     def __init__(self, worker: Worker, shared: _Shared) -> None:
+        self.slot = NO_SLOT  # the worker has it once it has caught up
         self.stats = FeedStats()
         self._worker = worker
         self._registry = shared.registry
@@ -112,6 +145,7 @@ class _Feed:
         self._hasher = shared.hasher
         self._context = shared.context
         self._silence_s = shared.silence_s
+        self._on_slot = shared.on_slot
         self._assembler: Assembler | None = None
         self._age_at = time.monotonic() + _AGE_S
         self._anew = asyncio.Event()
@@ -131,10 +165,18 @@ class _Feed:
         """Start over with a new slot and an empty picture of the worker's cache."""
         self._anew.set()
 
-    async def close(self) -> None:
-        """Stop, and give the slot back."""
+    async def stop(self) -> None:
+        """Stop listening."""
         await stop(self._task)
+
+    async def close(self) -> None:
+        """Stop listening, and give the slot back."""
+        await self.stop()
         await self._leave_slot()
+
+    async def caught_up(self) -> None:
+        """What the engine's buffer has is taken in."""
+        self._show(self.slot)
 
     async def take(self, payloads: list[bytes]) -> None:
         """Take in batches that follow on those before."""
@@ -151,12 +193,13 @@ class _Feed:
         """Batches are missing for good: what was known is void."""
         log.warning("KV events were lost; the worker's residency is built anew", extra={"worker": self._worker.name})
         self._assembler = Assembler(self._hasher, self._current().model)
-        await self._index.clear(self._worker.slot)
+        await self._index.clear(self.slot)
 
     async def restarted(self) -> None:
         """The engine is another process: its residency begins in a new slot."""
         log.info("engine restarted", extra={"worker": self._worker.name})
         self._assembler = Assembler(self._hasher, self._current().model)
+        self._show(NO_SLOT)  # even if it is another replica's
         await self._take_slot()
 
     async def _run(self) -> None:
@@ -182,6 +225,7 @@ class _Feed:
     async def _listen(self) -> None:
         config = self._worker.config.kv_events
         if config is None:
+            self._show(self.slot)
             return
         while (model := self._base_model()) is None:  # noqa: ASYNC110 - the registry tells of joining, not of models
             await asyncio.sleep(_MODEL_CHECK_S)
@@ -200,7 +244,7 @@ class _Feed:
             except Exception:
                 log.exception("KV events could not be taken in", extra={"worker": self._worker.name})
             await asyncio.sleep(_RETRY_S)
-            await self._index.clear(self._worker.slot)
+            await self._index.clear(self.slot)
 
     def _current(self) -> Assembler:
         assert self._assembler is not None, "the subscriber runs only where there is an assembler"
@@ -213,14 +257,24 @@ class _Feed:
     async def _take_slot(self) -> None:
         """Leave the present slot at once, so that nothing of it is believed any more; then take another."""
         await self._leave_slot()
-        self._worker.slot = await self._index.acquire_slot(self._worker.name)
-        self._registry.touch()
+        self.slot = await self._index.acquire_slot(self._worker.name)
+        if self._worker.slot == NO_SLOT:  # otherwise another replica's answers until ours has caught up
+            self._show(self.slot)
 
     async def _leave_slot(self) -> None:
-        slot, self._worker.slot = self._worker.slot, NO_SLOT
-        if slot != NO_SLOT:
+        slot, self.slot = self.slot, NO_SLOT
+        if slot == NO_SLOT:
+            return
+        if self._worker.slot == slot:
+            self._show(NO_SLOT)
+        await self._index.release_slot(slot)
+
+    def _show(self, slot: int) -> None:
+        if self._worker.slot != slot:
+            self._worker.slot = slot
             self._registry.touch()
-            await self._index.release_slot(slot)
+            if self._on_slot is not None:
+                self._on_slot()
 
     def _decode(self, payload: bytes) -> list[Event]:
         stats = self.stats
@@ -240,7 +294,7 @@ class _Feed:
         return batch.events
 
     async def _write(self, changes: Changes) -> None:
-        slot, index = self._worker.slot, self._index
+        slot, index = self.slot, self._index
         if changes.cleared:
             await index.clear(slot)
         for run in changes.stored:

@@ -82,6 +82,10 @@ class Sink(Protocol):
         """Batches are missing for good: what was known is void. What the engine's buffer still has will follow."""
         ...
 
+    async def caught_up(self) -> None:
+        """All that the engine's buffer had at the start is taken in, if it answered."""
+        ...
+
     async def restarted(self) -> None:
         """The engine is another process. What follows is its own."""
         ...
@@ -130,6 +134,7 @@ class Subscriber:
             socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as connections,
         ):
             await self._catch_up()
+            await self._sink.caught_up()
             while True:
                 messages = await _receive(socket, self._patience_s)
                 # A new connection may lead to a new process whose numbers happen to fit: the buffer shows that.

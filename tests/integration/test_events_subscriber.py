@@ -45,6 +45,9 @@ class Witness:
     async def lost(self) -> None:
         self.log.append(LOST)
 
+    async def caught_up(self) -> None:
+        pass
+
     async def restarted(self) -> None:
         self.log.append(RESTARTED)
 
