@@ -124,13 +124,13 @@ async def misbehave_in_turn(fleet: Fleet) -> None:
             await asyncio.sleep(1.0)
 
 
-async def with_misfortunes(load: Load, fleet: Fleet, seconds: float) -> None:
+async def under_faults(load: Load, fleet: Fleet, seconds: float) -> None:
     """Run the load while the fleet is tormented, then let the fleet recover."""
     async with asyncio.TaskGroup() as group:
-        misfortunes = [group.create_task(kill_in_turn(fleet)), group.create_task(misbehave_in_turn(fleet))]
+        tormentors = [group.create_task(kill_in_turn(fleet)), group.create_task(misbehave_in_turn(fleet))]
         await load.run(seconds)
-        for misfortune in misfortunes:
-            misfortune.cancel()
+        for tormentor in tormentors:
+            tormentor.cancel()
 
 
 async def settled_counters(admin: str) -> dict[str, float]:
@@ -170,13 +170,13 @@ async def run(seconds: float) -> dict[str, Any]:
             with running(kvway("serve", "--config", config)) as gateway:
                 wait_for(f"{url}/ready", gateway, START_S)
                 load = Load(url)
-                await with_misfortunes(load, fleet, seconds)
+                await under_faults(load, fleet, seconds)
                 in_flight = await settled_counters(admin)
     outcomes = {name: load.outcomes[name] for name in ("completed", "left", "cut", "failed", "silent")}
     return {
         "requests": sum(outcomes.values()),
         **outcomes,
-        "misfortunes": dict(fleet.done),
+        "faults": dict(fleet.faults),
         "in_flight": in_flight,
         "errors": dict(load.errors),
         "passed": not outcomes["failed"] and not outcomes["silent"] and not any(in_flight.values()),

@@ -18,7 +18,7 @@ class Fleet:
     """Context manager around its processes.
 
     Attributes:
-        done: how often each kind of misfortune was brought about.
+        faults: how often each kind was brought about.
     """
 
     def __init__(self, size: int, speed: float) -> None:
@@ -26,7 +26,7 @@ class Fleet:
         self._speed = speed
         self._processes: list[subprocess.Popen[bytes]] = []
         self._client = httpx.AsyncClient(timeout=2.0)
-        self.done: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
 
     async def __aenter__(self) -> Fleet:
         self._processes = [self._spawn(number) for number in range(len(self._ports))]
@@ -54,7 +54,7 @@ class Fleet:
     async def kill_and_restart(self, number: int, down_s: float) -> None:
         self._processes[number].kill()
         self._processes[number].wait()
-        self.done["kill"] += 1
+        self.faults["kill"] += 1
         await asyncio.sleep(down_s)
         self._processes[number] = self._spawn(number)
         await self._until_healthy(number)
@@ -62,7 +62,7 @@ class Fleet:
     async def fault(self, number: int, kind: str, **parameters: float) -> None:
         response = await self._client.post(f"{self._url(number)}/sim/fault", json={"kind": kind, **parameters})
         response.raise_for_status()
-        self.done[kind] += 1
+        self.faults[kind] += 1
 
     def _url(self, number: int) -> str:
         return f"http://127.0.0.1:{self._ports[number][0]}"
