@@ -28,6 +28,7 @@ from gateway.relay.downstream import make_protocol
 from gateway.relay.exchange import Services
 from gateway.relay.upstream import UpstreamPool
 from gateway.serving import Server
+from gateway.sharing.sharing import Sharing
 from gateway.tasks import spawn
 from policies.base import create_policy
 from policies.chunks import ChunkHasher
@@ -50,11 +51,19 @@ class Gateway:
         self.registry = Registry()
         self.rates = PrefillRates(self.registry)
         self.ledger = Ledger(self.registry, self.rates.observe)
-        self.index = RedisIndex(config.index) if config.index.backend == "redis" else MemoryIndex(config.index)
-        self.approximate = ApproximateCache(self.index)
         self.prompts = PromptPipeline(config)
-        self.feeds = EventFeeds(self.registry, self.index, self.hasher)
+        self.index: MemoryIndex | RedisIndex
+        self.sharing: Sharing | None = None
+        if config.index.backend == "redis":
+            self.sharing = Sharing(config.index, self.registry, self.hasher)
+            self.index, self.approximate, self.feeds = self.sharing.index, self.sharing.approximate, self.sharing.feeds
+        else:
+            self.index = MemoryIndex(config.index)
+            self.approximate = ApproximateCache(self.index)
+            self.feeds = EventFeeds(self.registry, self.index, self.hasher)
         self.observer = Observer(self.registry, config.log)
+        if self.sharing is not None:
+            self.sharing.expose(self.observer)
         self.health = Health(self.registry, config.health)
         self.models = ModelCards(self.registry)
         self.scraper = Scraper(self.registry, config.metrics, on_restart=self._restarted)
@@ -71,12 +80,13 @@ class Gateway:
             health=self.health,
             observer=self.observer,
             upstream=UpstreamPool(config.timeouts),
+            outbox=self.sharing.outbox if self.sharing is not None else None,
         )
         server = config.server
         self._public = Server(
             public_app(self), server.host, server.port, server, make_protocol(self.services), reuse_port
         )
-        self._admin = Server(admin_app(self), server.admin_host, server.admin_port, server, reuse_port=reuse_port)
+        self._admin = Server(admin_app(self), server.admin_host, server.admin_port, server)
         self._serving: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Gateway:
@@ -104,8 +114,9 @@ class Gateway:
         """
         self._public.bind()
         self._admin.bind()
-        for part in (self.feeds, self.health, self.models, self.scraper):
-            await part.start()
+        for part in (self.sharing, self.feeds, self.health, self.models, self.scraper):
+            if part is not None:
+                await part.start()
         for entry in self.config.workers:
             self.registry.add(Worker.from_config(entry))
         self._serving = [spawn(server.run_bound(), f"serve {server.port}") for server in (self._public, self._admin)]
@@ -121,6 +132,8 @@ class Gateway:
     async def stop(self) -> None:
         """Drain: readiness false, no new connections, running requests get ``server.drain_s`` to end; then stop all."""
         self.draining = True
+        if self.sharing is not None:
+            self.sharing.leave()
         self._public.should_exit = True
         if self._serving:
             await asyncio.wait(self._serving[:1])
@@ -128,8 +141,10 @@ class Gateway:
         if self._serving:
             await asyncio.wait(self._serving)
         upstream = self.services.upstream
-        for part in (self.scraper, self.models, self.health, self.feeds, upstream, self.prompts, self.index):
-            await part.close()
+        parts = (self.scraper, self.models, self.health, self.sharing, self.feeds, upstream, self.prompts, self.index)
+        for part in parts:
+            if part is not None:
+                await part.close()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain. A second signal ends the draining at once."""

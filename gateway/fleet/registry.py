@@ -19,6 +19,7 @@ from gateway.errors import NoWorker, UnknownModel
 from policies.base import COLUMNS, FleetView, Floats, Ints
 
 NO_SLOT = -1
+_RUNNING = COLUMNS.index("running")
 _NAMED_MODELS = 20  # in an error message; a fleet may serve hundreds of adapters
 
 
@@ -100,11 +101,19 @@ class _Selection:
 
 
 class Registry:
-    """Workers by name, and the candidates for a model."""
+    """Workers by name, and the candidates for a model.
+
+    Attributes:
+        workers: the set.
+        fleet: their live state, as this gateway counts and measures it.
+        elsewhere: what other replicas have in flight, of the shape of ``fleet.state``; None where nobody has anything.
+        version: changes with the set of candidates of any model.
+    """
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.fleet = FleetView([])
+        self.elsewhere: Floats | None = None
         self.version = 0
         self._selections: dict[str, _Selection] = {}
         self._listeners: list[Callable[[Worker, bool], None]] = []
@@ -150,10 +159,19 @@ class Registry:
             NoWorker: some do, but all are starting or draining; or a starting one has yet to say what it serves.
         """
         selection = self._selections.get(model) or self._select(model)
-        fleet = self.fleet
-        if selection.rows is not None:
-            fleet = FleetView(selection.names, fleet.state[:, selection.rows], self.version)
+        rows, fleet, elsewhere = selection.rows, self.fleet, self.elsewhere
+        if rows is not None:
+            fleet = FleetView(selection.names, fleet.state[:, rows], self.version)
+            if elsewhere is not None:
+                fleet.state += elsewhere[:, rows]
+        elif elsewhere is not None:
+            fleet = FleetView(selection.names, fleet.state + elsewhere, self.version)
         return Candidates(selection.model, selection.lora, selection.workers, selection.slots, fleet)
+
+    def running(self) -> Floats:
+        """Return the number of requests on each worker, those of other replicas included; shape ``[n]``."""
+        running = self.fleet.running
+        return running if self.elsewhere is None else running + self.elsewhere[_RUNNING]
 
     def any_ready(self) -> bool:
         """Return whether at least one worker takes requests."""
@@ -205,5 +223,6 @@ class Registry:
         for row, worker in enumerate(members):
             worker.row = row
         self.workers = {worker.name: worker for worker in members}
+        self.elsewhere = None
         self.touch()
         self.fleet = FleetView([worker.name for worker in members], state, self.version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from gateway.index.base import ChunkIndex
@@ -21,10 +21,12 @@ class ApproximateCache:
 
     Args:
         index: where residency is looked up.
+        is_ours: whether a slot's model is kept here; all of them by default.
     """
 
-    def __init__(self, index: ChunkIndex) -> None:
+    def __init__(self, index: ChunkIndex, is_ours: Callable[[int], bool] = lambda _slot: True) -> None:
         self._index = index
+        self._is_ours = is_ours
         self._caches: dict[int, OrderedDict[bytes, bytes]] = {}  # slot → chunk → root, least recent first
 
     async def sent(self, slot: int, chunks: Sequence[bytes], chunk_tokens: int, capacity_tokens: float = 0) -> None:
@@ -36,7 +38,7 @@ class ApproximateCache:
             chunk_tokens: tokens per chunk.
             capacity_tokens: size of the worker's KV cache; 0 if unknown.
         """
-        if slot < 0 or not chunks:
+        if slot < 0 or not chunks or not self._is_ours(slot):
             return
         root = chunks[0]
         cache = self._caches.setdefault(slot, OrderedDict())

@@ -113,6 +113,10 @@ class Publisher:
         """Return whether ``slot`` is ours, or was and has not been swept from Redis yet."""
         return slot in self._owners
 
+    def number(self, slot: int) -> int:
+        """Return the number of ``slot`` in Redis; -1 while it has none."""
+        return self._numbers.get(slot, -1) if slot in self._owners else slot
+
     async def claim(self, worker: str) -> int:
         """Return a slot for ``worker``: within a second, and a private one if Redis is away."""
         owner = f"{self._replica}.{next(self._claims)} {worker}"  # another for each claim: freeing twice is harmless

@@ -76,6 +76,14 @@ class RedisIndex:
         """Mask a slot at once; once it is swept here and in Redis, it is free for any replica."""
         self._table.close(slot)
 
+    def owns(self, slot: int) -> bool:
+        """Return whether ``slot`` is one of ours."""
+        return slot in self._table
+
+    def number(self, slot: int) -> int:
+        """Return what other replicas call ``slot``; -1 while they do not know it."""
+        return self._publisher.number(slot)
+
     async def residency(self, chunks: Sequence[bytes], slots: Sequence[int], chunk_tokens: int) -> Residency:
         """Return the leading run that each slot holds; see ``ChunkIndex``."""
         self._publisher.start()

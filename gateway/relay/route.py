@@ -32,7 +32,6 @@ PROMPT_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests whose prompt is read and whose worker is chosen by what it has cached."""
 
 _DEFAULT_OUTPUT_TOKENS: Final = 256
-_RUNNING: Final = COLUMNS.index("running")
 _PREFILL_A, _PREFILL_B, _PREFILL_C = (COLUMNS.index(f"prefill_{term}_s") for term in "abc")
 
 _FORM_FIELD_SPAN: Final = 4096
@@ -181,6 +180,10 @@ async def remember(services: Services, route: Route) -> None:
     capacity_tokens = float(fleet.kv_capacity_tokens[worker.row]) if worker.row >= 0 else 0.0
     chunk_tokens = services.config.prompt.chunk_tokens
     await services.approximate.sent(worker.slot, route.chunks, chunk_tokens, capacity_tokens)
+    # Where another replica keeps the worker's model, this tells it, and says so here until it has it in the index.
+    speculation, route.speculation = route.speculation, None
+    if speculation is not None:
+        speculation.settle(monotonic())
 
 
 async def find_residency(services: Services, model: str, request: RoutingRequest) -> tuple[Candidates, Residency]:
@@ -215,6 +218,8 @@ def _count(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reas
     speculation = None
     if request.chunks and worker.slot >= 0:
         speculation = services.index.speculate(worker.slot, request.chunks)
+        if services.outbox is not None:
+            speculation = services.outbox.announce(worker, request.chunks, speculation)
     return Route(worker, flight, speculation, request.chunks, hit_tokens=hit_tokens, reason=reason)
 
 
@@ -235,7 +240,7 @@ def _workers(services: Services, model: str | None) -> list[Worker]:
 
 
 def _least_loaded(services: Services, workers: list[Worker]) -> Worker:
-    running = services.registry.fleet.state[_RUNNING]
+    running = services.registry.running()
     return min(workers, key=lambda worker: running[worker.row] + random())  # a fraction: ties are broken by chance
 
 

@@ -15,12 +15,16 @@ from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.retry import RetryBudget
 from gateway.relay.sweeper import Sweeper
 from gateway.relay.upstream import UpstreamPool
+from gateway.sharing.news import Outbox
 from policies.base import Policy
 
 
 @dataclass(slots=True)
 class Services:
-    """The other rooms, as the relay uses them. ``policy`` may be replaced while requests run."""
+    """The other rooms, as the relay uses them. ``policy`` may be replaced while requests run.
+
+    ``outbox`` is there where other replicas are to hear of what is sent where.
+    """
 
     config: Config
     registry: Registry
@@ -32,6 +36,7 @@ class Services:
     health: Health
     observer: Observer
     upstream: UpstreamPool
+    outbox: Outbox | None = None
     budget: RetryBudget = field(init=False)
     sweeper: Sweeper = field(init=False)
 

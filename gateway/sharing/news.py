@@ -1,0 +1,170 @@
+"""What a replica tells the others: what it has in flight, and which prompts it has sent where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from gateway.fleet.registry import Registry, Worker
+from gateway.index.base import Speculation
+from policies.base import COLUMNS, FleetView
+
+LOAD_COLUMNS: Final = ("pending_prefill_tokens", "pending_prefill_s", "running", "decode_tokens")
+"""The columns of a fleet view that replicas add up."""
+
+LOAD_ROWS: Final = [COLUMNS.index(column) for column in LOAD_COLUMNS]
+NO_LOAD: Final = (0.0,) * len(LOAD_COLUMNS)
+
+MAX_CHUNKS: Final = 65_536
+"""Bound on the chunks in one piece of news, a megabyte; prompts beyond it are not told."""
+
+Load = Sequence[float]
+"""One worker's ``LOAD_COLUMNS``, as counted by one replica."""
+
+
+class Prompt(msgspec.Struct, array_like=True):
+    """A prompt on its way to a worker; ``number`` is what its replica calls it."""
+
+    number: int
+    worker: str
+    chunks: Sequence[bytes]
+
+
+class News(msgspec.Struct, array_like=True):
+    """One message.
+
+    Attributes:
+        replica: who tells it.
+        whole: everything that has any load is in ``loads`` and every prompt on its way in ``live``, so that whoever
+            missed a message is right again. Otherwise ``loads`` has what changed.
+        loads: worker → its load; whole numbers, not differences.
+        begun: prompts dispatched since the last message.
+        settled: numbers of prompts that have been prefilled.
+        cancelled: numbers of prompts that were not.
+        live: numbers of all prompts on their way; empty unless ``whole``.
+        leaving: the replica takes no new requests and wants no workers.
+        moved: it has claimed or given up a worker, or a worker has another slot.
+    """
+
+    replica: str
+    whole: bool
+    loads: dict[str, Load]
+    begun: Sequence[Prompt] = ()
+    settled: Sequence[int] = ()
+    cancelled: Sequence[int] = ()
+    live: Sequence[int] = ()
+    leaving: bool = False
+    moved: bool = False
+
+
+class AnnouncedPrompt:
+    """A speculation that the other replicas hear of; see ``gateway.index.base.Speculation``."""
+
+    __slots__ = ("_number", "_outbox", "_speculation")
+
+    def __init__(self, outbox: Outbox, number: int, speculation: Speculation) -> None:
+        self._outbox = outbox
+        self._number = number
+        self._speculation = speculation
+
+    def settle(self, now: float) -> None:
+        """The worker has prefilled the prompt."""
+        self._outbox.ended(self._number, prefilled=True)
+        self._speculation.settle(now)
+
+    def cancel(self) -> None:
+        """The prompt did not reach its prefill."""
+        self._outbox.ended(self._number, prefilled=False)
+        self._speculation.cancel()
+
+
+class Outbox:
+    """Collects what there is to tell until ``take`` is called.
+
+    Loads are not reported by whoever counts them: the fleet view is compared with what was told last, so that the
+    request path pays nothing for them.
+
+    Args:
+        replica: who we are.
+        registry: whose fleet view has our load.
+
+    Attributes:
+        open: whether anybody listens; prompts are not collected otherwise.
+        leaving: told with everything else.
+        moved: told once, with the next message.
+    """
+
+    def __init__(self, replica: str, registry: Registry) -> None:
+        self._replica = replica
+        self._registry = registry
+        self._numbers = count()
+        self._live: set[int] = set()
+        self._begun: dict[int, Prompt] = {}
+        self._begun_chunks = 0
+        self._settled: list[int] = []
+        self._cancelled: list[int] = []
+        self._told_fleet: FleetView | None = None
+        self._told = np.zeros((len(LOAD_ROWS), 0))
+        self.open = False
+        self.leaving = False
+        self.moved = False
+
+    def announce(self, worker: Worker, chunks: Sequence[bytes], speculation: Speculation) -> Speculation:
+        """Tell of a prompt sent to ``worker``, and of its end when the speculation returned is settled or cancelled."""
+        if not self.open or self._begun_chunks + len(chunks) > MAX_CHUNKS:
+            return speculation
+        number = next(self._numbers)
+        self._begun[number] = Prompt(number, worker.name, chunks)
+        self._begun_chunks += len(chunks)
+        self._live.add(number)
+        return AnnouncedPrompt(self, number, speculation)
+
+    def ended(self, number: int, prefilled: bool) -> None:
+        """A prompt is no longer on its way."""
+        self._live.discard(number)
+        if prefilled:
+            self._settled.append(number)
+        elif self._begun.pop(number, None) is None:  # else nobody has heard of it
+            self._cancelled.append(number)
+
+    def take(self, whole: bool) -> News | None:
+        """Return what is new, or everything; None if there is nothing to tell."""
+        fleet = self._registry.fleet
+        whole = whole or fleet is not self._told_fleet
+        loads = fleet.state[LOAD_ROWS]
+        changed = loads.any(0) if whole else (loads != self._told).any(0)
+        rows = np.flatnonzero(changed).tolist()
+        self._told_fleet, self._told = fleet, loads
+        if not (whole or rows or self._begun or self._settled or self._cancelled or self.moved):
+            return None
+        news = News(
+            replica=self._replica,
+            whole=whole,
+            loads={fleet.names[row]: loads[:, row].tolist() for row in rows},
+            begun=list(self._begun.values()),
+            settled=self._settled,
+            cancelled=self._cancelled,
+            live=sorted(self._live) if whole else (),
+            leaving=self.leaving,
+            moved=self.moved,
+        )
+        self.moved = False
+        self.drop()
+        return news
+
+    def drop(self) -> None:
+        """Forget the prompts that have not been told of yet."""
+        self._begun, self._begun_chunks, self._settled, self._cancelled = {}, 0, [], []
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(News).decode
+
+
+def sum_of(loads: Iterable[Load]) -> list[float]:
+    """Return the column sums of loads."""
+    return [sum(column) for column in zip(NO_LOAD, *loads, strict=True)]
