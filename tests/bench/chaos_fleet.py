@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 from collections import Counter
 from typing import Any
@@ -11,7 +12,7 @@ import httpx
 
 from tests.processes import ROOT, free_ports, kvway
 
-START_S = 20.0
+START_S = 60.0
 
 
 class Fleet:
@@ -25,19 +26,21 @@ class Fleet:
         self._ports = [free_ports(3) for _ in range(size)]
         self._speed = speed
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._client = httpx.AsyncClient(timeout=2.0)
+        # A connection per call: workers close idle ones, and some of them lie dead.
+        self._client = httpx.AsyncClient(timeout=5.0, limits=httpx.Limits(max_keepalive_connections=0))
         self.faults: Counter[str] = Counter()
 
     async def __aenter__(self) -> Fleet:
         self._processes = [self._spawn(number) for number in range(len(self._ports))]
-        await asyncio.gather(*map(self._until_healthy, range(len(self._ports))))
+        try:
+            await asyncio.gather(*map(self._until_healthy, range(len(self._ports))))
+        except BaseException:
+            await self._end()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        await self._client.aclose()
+        await self._end()
 
     def worker_configs(self) -> list[dict[str, Any]]:
         return [
@@ -64,6 +67,12 @@ class Fleet:
         response.raise_for_status()
         self.faults[kind] += 1
 
+    async def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        await self._client.aclose()
+
     def _url(self, number: int) -> str:
         return f"http://127.0.0.1:{self._ports[number][0]}"
 
@@ -80,9 +89,9 @@ class Fleet:
     async def _until_healthy(self, number: int) -> None:
         async with asyncio.timeout(START_S):
             while True:
-                try:
+                if (code := self._processes[number].poll()) is not None:
+                    raise RuntimeError(f"worker {number} ended with code {code} as it started")
+                with contextlib.suppress(httpx.HTTPError):
                     if (await self._client.get(f"{self._url(number)}/health")).status_code == 200:
                         return
-                except httpx.HTTPError:
-                    pass
                 await asyncio.sleep(0.1)
