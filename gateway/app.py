@@ -147,17 +147,17 @@ class Gateway:
                 await part.close()
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain. A second signal ends the draining at once."""
+        """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends the draining at once."""
         loop = asyncio.get_running_loop()
         asked = asyncio.Event()
 
-        def on_signal() -> None:
-            if asked.is_set():
+        def on_signal(number: signal.Signals) -> None:
+            if asked.is_set() and number == signal.SIGINT:
                 self._public.force_exit = self._admin.force_exit = True
             asked.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
+            loop.add_signal_handler(number, on_signal, number)
         async with self:
             await asked.wait()
             log.info("draining", extra={"in_flight": self.ledger.in_flight, "drain_s": self.config.server.drain_s})

@@ -50,12 +50,14 @@ def root(
 def serve(
     config: ConfigOption = None,
     worker: Annotated[list[str] | None, typer.Option(help="worker URL, instead of `workers:`; may be repeated")] = None,
+    processes: Annotated[
+        int, typer.Option(min=1, help="processes that share the public port; process k has admin port + k")
+    ] = 1,
     check: Annotated[bool, typer.Option("--check", help="validate the configuration and exit")] = False,
 ) -> None:
     """Run the gateway until SIGTERM, then drain."""
     import uvloop
 
-    from gateway.app import Gateway
     from gateway.config import load_config
     from gateway.errors import ConfigError
     from gateway.observe.logs import setup_logs
@@ -68,12 +70,20 @@ def serve(
             return
         setup_logs(settings.log)
 
-        async def run() -> None:
-            await Gateway(settings).run()
+        async def run() -> int:
+            if processes > 1:
+                from gateway.processes.supervisor import supervise
 
-        uvloop.run(run())
+                return await supervise(settings, processes)
+            from gateway.app import Gateway
+
+            await Gateway(settings).run()
+            return 0
+
+        code = uvloop.run(run())
     except ConfigError as error:
         _fail(f"kvway: {error}")
+    raise typer.Exit(code)
 
 
 @app.command()

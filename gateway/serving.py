@@ -14,6 +14,24 @@ from gateway.config import ServerConfig
 from gateway.errors import ConfigError
 
 
+def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+    """Return a TCP socket bound to an address.
+
+    Raises:
+        ConfigError: the address is in use, not ours, or not permitted.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
 class Server(uvicorn.Server):
     """A uvicorn server on a socket that is bound before anything else starts.
 
@@ -74,17 +92,7 @@ class Server(uvicorn.Server):
         Raises:
             ConfigError: the address is in use, not ours, or not permitted.
         """
-        host, port = self._address
-        try:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if self._reuse_port:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            listener.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-        self._socket = listener
+        self._socket = bind_socket(*self._address, self._reuse_port)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept, and say so through ``up``."""

@@ -85,7 +85,9 @@ class Sharing:
     def expose(self, observer: Observer) -> None:
         """Expose what is known of the other replicas as metrics."""
         observer.gauge(
-            "kvway_sharing_up", "1 while Redis connects this replica with others, 0: it serves alone.", lambda: self.up
+            "kvway_sharing_up",
+            "1 while Redis connects this replica with others, 0: it serves alone.",
+            lambda: int(self.up),
         )
         observer.gauge("kvway_replicas", "Replicas that act as one with this one, itself included.", self._count)
         observer.gauge(

