@@ -26,21 +26,25 @@ class ByteCache(Generic[K, E]):
 
     Args:
         max_bytes: sum of the entries' costs; 0 keeps nothing.
+
+    Attributes:
+        entries: for hot loops, which look up here and mark what they find as used.
+        bytes: sum of the entries' costs.
     """
 
-    __slots__ = ("_entries", "bytes", "max_bytes")
+    __slots__ = ("bytes", "entries", "max_bytes")
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        self._entries: OrderedDict[K, E] = OrderedDict()
+        self.entries: OrderedDict[K, E] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def get(self, key: K) -> E | None:
         """Return the entry of ``key`` and mark it as used."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is not None:
             entry.used = True
         return entry
@@ -52,18 +56,18 @@ class ByteCache(Generic[K, E]):
         """
         if entry.cost > self.max_bytes // 4:
             return
-        replaced = self._entries.pop(key, None)
+        replaced = self.entries.pop(key, None)
         if replaced is not None:
             self.bytes -= replaced.cost
-        self._entries[key] = entry
+        self.entries[key] = entry
         self.bytes += entry.cost
         while self.bytes > self.max_bytes:
             self._evict()
 
     def _evict(self) -> None:
-        key, entry = self._entries.popitem(last=False)
+        key, entry = self.entries.popitem(last=False)
         if entry.used:
             entry.used = False
-            self._entries[key] = entry
+            self.entries[key] = entry
         else:
             self.bytes -= entry.cost

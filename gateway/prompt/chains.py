@@ -8,6 +8,7 @@ one prefix cannot be taken for those of another.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from typing import Final
 
 from gateway.prompt.cache import ByteCache, Entry
@@ -16,6 +17,8 @@ from policies.chunks import DIGEST_BYTES, ChunkHasher
 
 _LINK_OVERHEAD: Final = 400  # bytes of Python objects per link
 _HASH_OVERHEAD: Final = 50  # and per hash
+
+_numbers = count()
 
 
 class Link(Entry):
@@ -30,15 +33,13 @@ class Link(Entry):
 
     __slots__ = ("hashes", "last", "number", "tail")
 
-    _count = 0
-
     def __init__(self, last: bytes, hashes: list[bytes], tail: bytes) -> None:
-        super().__init__(_LINK_OVERHEAD + len(hashes) * (DIGEST_BYTES + _HASH_OVERHEAD) + len(tail))
+        self.cost = _LINK_OVERHEAD + len(hashes) * (DIGEST_BYTES + _HASH_OVERHEAD) + len(tail)
+        self.used = False
         self.last = last
         self.hashes = hashes
         self.tail = tail
-        Link._count += 1
-        self.number = Link._count
+        self.number = next(_numbers)
 
 
 class Chains:
@@ -65,15 +66,17 @@ class Chains:
 
     def hashes(self, root: Link, segments: Iterable[Segment]) -> list[bytes]:
         """Return the hashes of all whole chunks of the segments' tokens."""
-        get = self._links.get
+        lookup = self._links.entries.get
         link = root
         hashes: list[bytes] = []
         for segment in segments:
             key = (link.number, segment.number)
-            following = get(key)
+            following = lookup(key)
             if following is None:
                 following = self._extend(link, segment)
                 self._links.put(key, following)
+            else:
+                following.used = True
             link = following
             if link.hashes:
                 hashes += link.hashes

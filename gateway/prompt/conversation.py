@@ -67,8 +67,16 @@ class Shape(NamedTuple):
     calls: tuple[tuple[bytes, bytes], ...] | None
     others: bytes
 
+    def size(self) -> int:
+        """Return how long the fields are that a client can make long, in bytes."""
+        parts = sum(len(others) for _, others in self.parts or ())
+        calls = sum(len(of_function) + len(of_call) for of_function, of_call in self.calls or ())
+        return len(self.role) + parts + calls + len(self.others)
+
 
 Shapes = list["str | Shape"]
+_Part = tuple[str | None, dict[str, Any]]
+"""A content part: its text, None for media, and its other fields."""
 
 
 class Outline(NamedTuple):
@@ -144,11 +152,11 @@ def _outline_one(message: Message, parts: bool, leaves: list[str]) -> tuple[Shap
     return shape, has_media
 
 
-def _content(message: Message) -> tuple[list[tuple[str | None, dict[str, Any]]], bool]:
-    """Return the message's parts, each a text (None for media) and its other fields, and whether there are media."""
+def _content(message: Message) -> tuple[list[_Part], bool]:
+    """Return the message's parts, and whether there are media among them."""
     content = message.content
     parts: list[Any] = [] if content is None else [content] if isinstance(content, str) else content
-    found: list[tuple[str | None, dict[str, Any]]] = []
+    found: list[_Part] = []
     has_media = False
     for part in parts:
         if isinstance(part, str):
@@ -158,7 +166,7 @@ def _content(message: Message) -> tuple[list[tuple[str | None, dict[str, Any]]],
             raise Unreadable("a content part is neither text nor an object")
         kind = part.get("type")
         others = {key: value for key, value in part.items() if key not in _PART_FIELDS}
-        if kind in _TEXT_PARTS and part.get("uuid") is None:
+        if isinstance(kind, str) and kind in _TEXT_PARTS and part.get("uuid") is None:
             text = part.get(_TEXT_PARTS[kind])
             if text is None and kind in ("text", "refusal"):
                 continue  # vLLM skips these
@@ -179,8 +187,8 @@ def _modality(part: dict[str, Any], kind: Any) -> str | None:
     return next((modality for field, modality in _MODALITIES.items() if field in part), None)
 
 
-def _without_billing_header(parts: list[tuple[str | None, dict[str, Any]]]) -> list[tuple[str | None, dict[str, Any]]]:
-    kept: list[tuple[str | None, dict[str, Any]]] = []
+def _without_billing_header(parts: list[_Part]) -> list[_Part]:
+    kept: list[_Part] = []
     for text, others in parts:
         if text is None or not text.startswith(_BILLING_HEADER):
             kept.append((text, others))

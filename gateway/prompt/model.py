@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,10 +19,11 @@ from gateway.prompt.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 log = logging.getLogger("kvway")
 
-# A conversation that every template renders, to see which tokens part messages from each other.
-_EXAMPLE: Final = Chat(
-    shapes=["user", "assistant", "user"],
-    leaves=["What comes first?", "This comes second.", "And what comes last?"],
+# Conversations one of which every template renders, to see which tokens part messages from each other.
+_TURNS: Final = ["What comes first?", "This comes second.", "And what comes last?"]
+_EXAMPLES: Final = (
+    Chat(["user", "assistant", "user"], _TURNS),
+    Chat(["system", "user", "assistant", "user"], ["How it is to be done.", *_TURNS]),
 )
 
 
@@ -97,8 +99,7 @@ def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCach
 
 
 def _cut_before(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
-    try:
-        example = template.render(_EXAMPLE)
-    except TemplateError:  # it may want a system message, or tools; then texts stay whole, which is slower but as exact
-        return []
-    return choose_tokens(tokenizer.added_tokens, example, _EXAMPLE.leaves)
+    for chat in _EXAMPLES:
+        with suppress(TemplateError):
+            return choose_tokens(tokenizer.added_tokens, template.render(chat), chat.leaves)
+    return []  # then texts stay whole, which is slower but as exact

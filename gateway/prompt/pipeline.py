@@ -67,9 +67,10 @@ class PromptPipeline:
         self._config = config
         self._executor = ThreadPoolExecutor(2, "kvway-prompt")
         hasher = ChunkHasher(settings.chunk_tokens, settings.hash_seed)
-        self._chains = Chains(hasher, settings.segment_cache_bytes // 4)
-        self._models = load_models(config.models.values(), settings.segment_cache_bytes // 2, self._executor)
-        self._engine = EngineTokenizer(settings.segment_cache_bytes // 4)
+        share = settings.segment_cache_bytes // 4
+        self._chains = Chains(hasher, share)
+        self._models = load_models(config.models.values(), 2 * share, self._executor)
+        self._engine = EngineTokenizer(share)
         # without tokens, a chunk is as many bytes as a chunk of tokens usually has
         words = max(1, round(settings.chunk_tokens * settings.bytes_per_token / TOKEN_BYTES))
         self._byte_hasher = ChunkHasher(words, settings.hash_seed)
@@ -91,7 +92,6 @@ class PromptPipeline:
         try:
             if isinstance(request, ChatRequest):
                 return await self._chat(request, candidates)
-            assert isinstance(request, CompletionRequest)
             return await self._completion(request, candidates)
         except (Unreadable, TemplateError) as error:
             log.debug("a prompt cannot be read: %s", error)
@@ -99,8 +99,33 @@ class PromptPipeline:
 
     async def _chat(self, request: ChatRequest, candidates: Candidates) -> Prompt:
         model, engine = self._source(candidates)
-        if model is not None and model.renderer is not None:
-            return await self._rendered(request, model, model.renderer, self._root(request, candidates))
+        if model is None or model.renderer is None:
+            return await self._chat_elsewhere(request, candidates, engine)
+        outlined = outline(request.messages, model.renderer.template_for(request).parts)
+        texts = model.renderer.planned(request, outlined)
+        root = self._root(request, candidates)
+        if texts is None:
+            if outlined.first_media is not None:
+                return await self._before_media(request, outlined, model, root)
+            texts = await self._rendered(request, outlined, model.renderer)
+        segments = model.segments.find(texts)
+        if segments is None:
+            segments = await model.segments.tokenize(texts)
+        if request.add_special_tokens:
+            segments = [*model.before, *segments, *model.after]
+        return self._exact(segments, root)
+
+    async def _rendered(self, request: ChatRequest, outlined: Outline, renderer: ChatRenderer) -> list[str]:
+        chat = renderer.chat(request, outlined)
+        if len(outlined.shapes) > _INLINE_MESSAGES:
+            loop = asyncio.get_running_loop()
+            texts = await loop.run_in_executor(self._executor, renderer.rendered, request, chat)
+        else:
+            texts = renderer.rendered(request, chat)
+        renderer.learn(request, outlined, chat, texts)
+        return texts
+
+    async def _chat_elsewhere(self, request: ChatRequest, candidates: Candidates, engine: bool) -> Prompt:
         if engine:
             prompt = await self._from_engine(_chat_payload(request), request, candidates)
             if prompt is not None:
@@ -109,31 +134,10 @@ class PromptPipeline:
         text = b"\n".join([*head, *map(msgspec.json.encode, request.messages)])
         return self._approximate(text, request, candidates)
 
-    async def _rendered(self, request: ChatRequest, model: Model, renderer: ChatRenderer, root: Link) -> Prompt:
-        outlined = outline(request.messages, renderer.template_for(request).parts)
-        texts = renderer.planned(request, outlined)
-        if texts is None:
-            chat = renderer.chat(request, outlined)
-            if outlined.first_media is not None:
-                return await self._before_media(request, outlined, model, renderer, root)
-            if len(outlined.shapes) > _INLINE_MESSAGES:
-                loop = asyncio.get_running_loop()
-                texts = await loop.run_in_executor(self._executor, renderer.rendered, request, chat)
-            else:
-                texts = renderer.rendered(request, chat)
-            renderer.learn(request, outlined, chat, texts)
-        segments = model.segments.find(texts)
-        if segments is None:
-            segments = await model.segments.tokenize(texts)
-        if request.add_special_tokens:
-            segments = [*model.before, *segments, *model.after]
-        return self._exact(segments, root)
-
-    async def _before_media(
-        self, request: ChatRequest, outlined: Outline, model: Model, renderer: ChatRenderer, root: Link
-    ) -> Prompt:
-        texts, chars = renderer.certain_prefix(request, outlined)
-        known = self._exact(await model.segments.tokenize(texts), root)
+    async def _before_media(self, request: ChatRequest, outlined: Outline, model: Model, root: Link) -> Prompt:
+        assert model.renderer is not None
+        texts, chars = model.renderer.certain_prefix(request, outlined)
+        known = self._exact(await model.segments.get(texts), root)
         return Prompt(max(known.tokens, self._estimate(chars)), known.chunks, False)
 
     async def _completion(self, request: CompletionRequest, candidates: Candidates) -> Prompt:
@@ -148,10 +152,7 @@ class PromptPipeline:
         model, engine = self._source(candidates)
         prompt = None
         if model is not None:
-            texts = model.cutter.cut(first)
-            segments = model.segments.find(texts)
-            if segments is None:
-                segments = await model.segments.tokenize(texts)
+            segments = await model.segments.get(model.cutter.cut(first))
             if request.add_special_tokens:
                 segments = [*model.before, *segments, *model.after]
             prompt = self._exact(segments, root)

@@ -6,13 +6,15 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import pairwise
 from threading import Lock
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from gateway.prompt.cache import ByteCache, Entry
 from gateway.prompt.chat import Chat, Tools, parse_tools
-from gateway.prompt.conversation import Outline, outline
+from gateway.prompt.conversation import Outline, Shape, outline
 from gateway.prompt.plan import Leaves, Plan, Recipe
-from gateway.prompt.request import ChatRequest
+from gateway.prompt.request import ABSENT, ChatRequest
 from gateway.prompt.segments import Cutter
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tracing import PlanDrafter
@@ -24,7 +26,7 @@ _PLANS_PER_SHAPE: Final = 4
 _DRAFTS_PER_SHAPE: Final = 8
 _MESSAGES_PER_PLAN: Final = 512
 
-_Key = tuple[tuple[Any, ...], bytes, bytes, bytes, str | None, bool]
+_Key = tuple[tuple[str | Shape, ...], bytes, bytes, bytes, str | None, bool]
 
 
 class _Plans(Entry):
@@ -33,8 +35,11 @@ class _Plans(Entry):
     __slots__ = ("drafts", "plans")
 
     def __init__(self, key: _Key) -> None:
-        shapes, tools, *_ = key
-        super().__init__(2_000 + 3_000 * len(shapes) + 4 * len(tools))
+        shapes, tools, variables, documents, *_ = key
+        given = len(tools) + len(variables) + len(documents)
+        given += sum(len(shape) if isinstance(shape, str) else shape.size() for shape in shapes)
+        # each plan repeats what is constant in its output
+        super().__init__(2_000 + 3_000 * len(shapes) + (1 + _PLANS_PER_SHAPE) * given)
         self.plans: list[tuple[Plan, list[Recipe]]] = []
         self.drafts = 0
 
@@ -68,7 +73,7 @@ class ChatRenderer:
 
     def template_for(self, request: ChatRequest) -> ChatTemplate:
         """Return the template that the engine would use."""
-        return self._templates[bytes(request.tools) not in (b"", b"null")]
+        return self._templates[request.tools is not ABSENT and bytes(request.tools) != b"null"]
 
     def planned(self, request: ChatRequest, outlined: Outline) -> list[str] | None:
         """Return the texts of the request's segments if a plan knows them, else None."""
@@ -156,12 +161,16 @@ def _key(request: ChatRequest, outlined: Outline) -> _Key:
     """Return everything that a rendering depends on, but for the leaves and the time."""
     return (
         tuple(outlined.shapes),
-        bytes(request.tools),
-        bytes(request.chat_template_kwargs),
-        bytes(request.documents),
+        _bytes(request.tools),
+        _bytes(request.chat_template_kwargs),
+        _bytes(request.documents),
         request.reasoning_effort,
         request.add_generation_prompt,
     )
+
+
+def _bytes(raw: msgspec.Raw) -> bytes:
+    return b"" if raw is ABSENT else bytes(raw)
 
 
 def _followed(recipes: list[Recipe], leaves: Leaves) -> list[str]:

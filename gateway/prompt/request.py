@@ -18,6 +18,9 @@ MAX_OUTPUT_TOKENS: Final = 2**31 - 1
 # Bodies beyond this that msgspec refuses are not given a second chance with the slower standard parser.
 _SECOND_OPINION_BYTES: Final = 2**20
 
+ABSENT: Final = msgspec.Raw(b"")
+"""What a raw field holds that is not in the request: this very object."""
+
 Parts = list[Any]
 
 
@@ -44,17 +47,14 @@ class StreamOptions(msgspec.Struct, gc=False):
     include_usage: bool | None = None
 
 
-class InferenceRequest(msgspec.Struct, kw_only=True):
+class _Request(msgspec.Struct, kw_only=True):
     """What both kinds of request have in common.
 
     Attributes:
-        kind: ``chat`` or ``completions``.
         model: model or adapter name, empty when absent.
         cache_salt: separates caches of equal prompts.
         body_bytes: length of the body, for estimates.
     """
-
-    kind: ClassVar[str]
 
     model: str = ""
     stream: bool | None = None
@@ -83,22 +83,17 @@ class InferenceRequest(msgspec.Struct, kw_only=True):
         """Whether the client asked for usage in its stream."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    @property
-    def opaque(self) -> bool:
-        """Whether the prompt cannot be read here; the engine may still be able to."""
-        raise NotImplementedError
 
-
-class ChatRequest(InferenceRequest, kw_only=True):
+class ChatRequest(_Request, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
     kind: ClassVar[str] = "chat"
 
     messages: list[Message] = []
-    tools: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = ABSENT
     chat_template: Any = None
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw(b"")
-    documents: msgspec.Raw = msgspec.Raw(b"")
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -117,7 +112,7 @@ class ChatRequest(InferenceRequest, kw_only=True):
         return not self.messages or self.chat_template is not None or self.truncate_prompt_tokens is not None
 
 
-class CompletionRequest(InferenceRequest, kw_only=True):
+class CompletionRequest(_Request, kw_only=True):
     """Body of ``/v1/completions``. ``prompt`` is text, token ids, or a list of either."""
 
     kind: ClassVar[str] = "completions"
@@ -138,8 +133,11 @@ class CompletionRequest(InferenceRequest, kw_only=True):
         )
 
 
-_KINDS: Final[dict[bool, type[ChatRequest] | type[CompletionRequest]]] = {True: ChatRequest, False: CompletionRequest}
-_DECODERS: Final = {chat: msgspec.json.Decoder(kind) for chat, kind in _KINDS.items()}
+InferenceRequest = ChatRequest | CompletionRequest
+"""A request whose prompt can be read here, unless it is ``opaque``; the engine may be able to read that, too."""
+
+_CHAT: Final = msgspec.json.Decoder(ChatRequest)
+_COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 _JSON_NAMES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
 # What an engine could read in a field, by JSON type; engines convert "16" to 16 and 1 to true.
 _READABLE: Final[dict[str, tuple[type, ...]]] = {
@@ -172,13 +170,14 @@ def parse_request(path: str, body: bytes) -> InferenceRequest:
     Raises:
         BadRequest: the body is not a JSON object, or a field has a type that no engine accepts; ``param`` names it.
     """
-    chat = path.endswith("/chat/completions")
+    is_chat = path.endswith("/chat/completions")
+    request: InferenceRequest
     try:
-        request: InferenceRequest = _DECODERS[chat].decode(body)
+        request = _CHAT.decode(body) if is_chat else _COMPLETION.decode(body)
     except msgspec.ValidationError:
-        request = _opaque(_KINDS[chat], _parse_loosely(body))
+        request = _opaque(ChatRequest() if is_chat else CompletionRequest(), _parse_loosely(body))
     except msgspec.DecodeError as error:
-        request = _opaque(_KINDS[chat], _second_opinion(body, error))
+        request = _opaque(ChatRequest() if is_chat else CompletionRequest(), _second_opinion(body, error))
     except RecursionError:
         raise BadRequest("The request body is nested too deeply.") from None
     request.body_bytes = len(body)
@@ -221,8 +220,8 @@ def _object(fields: Any) -> dict[str, Any]:
     return fields
 
 
-def _opaque(kind: type[ChatRequest] | type[CompletionRequest], fields: dict[str, Any]) -> InferenceRequest:
-    """Build a request without a prompt from fields that are not what they should be.
+def _opaque(request: InferenceRequest, fields: dict[str, Any]) -> InferenceRequest:
+    """Fill an empty request, all but the prompt, from fields that are not what they should be.
 
     Raises:
         BadRequest: a field that no engine could read.
@@ -236,7 +235,6 @@ def _opaque(kind: type[ChatRequest] | type[CompletionRequest], fields: dict[str,
         if not isinstance(message, dict):
             where = f"messages[{index}]"
             raise BadRequest(f"{where!r} must be of type object, not {_type_name(message)}.", param=where)
-    request = kind()
     for name, types in (
         ("model", str),
         ("stream", bool),

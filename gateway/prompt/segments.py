@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from itertools import combinations, pairwise
+from itertools import combinations, count, pairwise
 from typing import Final
 
 from gateway.prompt.cache import ByteCache, Entry
@@ -19,6 +19,8 @@ from gateway.tasks import spawn
 from policies.chunks import TOKEN_BYTES
 
 _SEGMENT_OVERHEAD: Final = 300  # bytes of Python objects per cached segment
+
+_numbers = count()
 
 
 class Segment(Entry):
@@ -31,13 +33,11 @@ class Segment(Entry):
 
     __slots__ = ("ids", "number")
 
-    _count = 0
-
     def __init__(self, text: str, ids: bytes) -> None:
-        super().__init__(text.__sizeof__() + len(ids) + _SEGMENT_OVERHEAD)
+        self.cost = text.__sizeof__() + len(ids) + _SEGMENT_OVERHEAD
+        self.used = False
         self.ids = ids
-        Segment._count += 1
-        self.number = Segment._count
+        self.number = next(_numbers)
 
     def __len__(self) -> int:
         return len(self.ids) // TOKEN_BYTES
@@ -127,17 +127,21 @@ class SegmentCache:
 
     def find(self, texts: Sequence[str]) -> list[Segment] | None:
         """Return the segments of ``texts`` if they are known or quick to encode; else None, see ``tokenize``."""
-        found = list(map(self.known.get, texts))
-        missing = _missing(texts, found)
+        found, missing = self._look_up(texts)
+        if not missing:
+            return found
         if sum(map(len, missing)) > self._encoder.inline_chars:
             return None
-        fresh = self._keep(missing, self._encoder.encode(missing)) if missing else {}
-        return _filled(texts, found, fresh)
+        return self._filled(texts, found, self._keep(missing, self._encoder.encode(missing)))
+
+    async def get(self, texts: Sequence[str]) -> list[Segment]:
+        """Return the segments of ``texts``, at once if possible."""
+        found = self.find(texts)
+        return await self.tokenize(texts) if found is None else found
 
     async def tokenize(self, texts: Sequence[str]) -> list[Segment]:
         """Return the segments of ``texts``; what is not known is encoded in a thread, once for all who wait for it."""
-        found = list(map(self.known.get, texts))
-        missing = _missing(texts, found)
+        found, missing = self._look_up(texts)
         unclaimed = [text for text in missing if text not in self._pending]
         if unclaimed:
             loop = asyncio.get_running_loop()
@@ -146,7 +150,26 @@ class SegmentCache:
             spawn(self._encode_in_thread(unclaimed), "tokenize")
         waiting = {text: self._pending[text] for text in missing}
         fresh = {text: await asyncio.shield(future) for text, future in waiting.items()}
-        return _filled(texts, found, fresh)
+        return self._filled(texts, found, fresh)
+
+    def _look_up(self, texts: Sequence[str]) -> tuple[list[Segment], list[str]]:
+        """Return the segments that are known, in order, and the texts that are not, each once."""
+        lookup = self.known.entries.get
+        found: list[Segment] = []
+        missing: dict[str, None] = {}
+        for text in texts:
+            segment = lookup(text)
+            if segment is None:
+                missing[text] = None
+            else:
+                segment.used = True
+                found.append(segment)
+        return found, list(missing)
+
+    @staticmethod
+    def _filled(texts: Sequence[str], found: Sequence[Segment], fresh: Mapping[str, Segment]) -> list[Segment]:
+        known = iter(found)
+        return [fresh[text] if text in fresh else next(known) for text in texts]
 
     async def _encode_in_thread(self, texts: list[str]) -> None:
         loop = asyncio.get_running_loop()
@@ -168,13 +191,3 @@ class SegmentCache:
         for text, segment in fresh.items():
             self.known.put(text, segment)
         return fresh
-
-
-def _missing(texts: Sequence[str], found: Sequence[Segment | None]) -> list[str]:
-    if None not in found:
-        return []
-    return list(dict.fromkeys(text for text, segment in zip(texts, found, strict=True) if segment is None))
-
-
-def _filled(texts: Sequence[str], found: Sequence[Segment | None], fresh: Mapping[str, Segment]) -> list[Segment]:
-    return [fresh[text] if segment is None else segment for text, segment in zip(texts, found, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -67,7 +67,10 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_callable(self, obj: Any) -> bool:
-        """Whether a template may call ``obj``; methods of built-in types cannot carry the marks that forbid it."""
+        """Whether a template may call ``obj``; methods of built-in types cannot carry the marks that forbid it.
+
+        Asked before every call that a template makes, which is the place to watch the time.
+        """
         if time.monotonic() > self.deadline:
             raise TemplateError(f"the chat template took longer than {RENDER_LIMIT_S:g} s")
         return type(obj) is BuiltinMethodType or super().is_safe_callable(obj)
@@ -126,7 +129,9 @@ class ChatTemplate:
         text = "".join(self._pieces(self.variables(chat, messages)))
         return text if final is None else _cut_after_final(text, final)
 
-    def messages(self, shapes: Shapes, leaves: Iterator[Any], arguments: Any = parse_arguments) -> list[dict[str, Any]]:
+    def messages(
+        self, shapes: Shapes, leaves: Iterator[Any], arguments: Callable[[Any], Any] = parse_arguments
+    ) -> list[dict[str, Any]]:
         """Return the messages as this template gets them; see ``conversation.build``."""
         messages = build(shapes, leaves, self.parts, arguments)
         if not self._knows_developer and any(message["role"] == "developer" for message in messages):
@@ -234,11 +239,13 @@ def _own_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if sources:
         return sources
     own = config.get("chat_template")
-    if own is None and (directory / "chat_template.json").is_file():
-        own = json.loads(_read(directory / "chat_template.json")).get("chat_template")
-    if isinstance(own, str):
-        return {"default": own}
-    return {one["name"]: one["template"] for one in own or ()}
+    file = directory / "chat_template.json"
+    try:
+        if own is None and file.is_file():
+            own = json.loads(_read(file))["chat_template"]
+        return {"default": own} if isinstance(own, str) else {one["name"]: one["template"] for one in own or ()}
+    except (ValueError, TypeError, KeyError):
+        raise TemplateError(f"{directory}: the chat template is neither a text nor a list of named texts") from None
 
 
 def _read(file: Path) -> str:

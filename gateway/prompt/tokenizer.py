@@ -12,7 +12,7 @@ import logging
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -135,32 +135,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
         path: ``tokenizer.json``, or a directory that holds it; ``tokenizer_config.json`` is read from beside it.
 
     Raises:
-        TokenizerError: the file is missing or broken.
+        TokenizerError: a file is missing or broken.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        text = file.read_text("utf-8")
-        reference = tokenizers.Tokenizer.from_str(text)
-        listed = json.loads(text)["added_tokens"]
-    except OSError as error:
-        raise TokenizerError(
-            f"{file}: cannot be read ({error.strerror or error}); copy tokenizer.json of the model there, "
-            "or set models.<name>.tokenizer to the directory that holds it"
-        ) from None
-    except Exception as error:  # tokenizers raises plain Exception for a file it does not understand
-        raise TokenizerError(
-            f"{file}: is not a tokenizer.json that this version of tokenizers reads: {error}"
-        ) from None
-    config = read_json_object(file.with_name("tokenizer_config.json"))
-    missing = _tokens_only_in_config(config, listed)
-    reference.add_tokens([tokenizers.AddedToken(**_flags(token)) for token in missing])
+    text, reference, added = _read_tokenizer(file)
+    config_file = file.with_name("tokenizer_config.json")
+    config = _read_object(config_file)
+    # transformers adds, or gives other flags to, what the configuration lists otherwise
+    changed = [token for token in _declared_tokens(config, config_file) if token not in added]
+    reference.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in changed])
     reference.no_truncation()
     reference.no_padding()
+    added = [*(token for token in added if token.content not in {other.content for other in changed}), *changed]
     prefix, suffix = _around(reference)
-    known = [AddedToken(**{key: value for key, value in token.items() if key != "id"}) for token in listed]
-    added = [*(token for token in known if token.content not in {one.content for one in missing}), *missing]
     return Tokenizer(
-        encoder=_encoder(text, reference, added, missing, file),
+        encoder=_encoder(file, text, reference, added, changed),
         added_tokens=added,
         special_tokens=_special_tokens(config),
         prefix=prefix,
@@ -171,12 +160,24 @@ def load_tokenizer(path: Path) -> Tokenizer:
     )
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty if there is no such file.
+def _read_tokenizer(file: Path) -> tuple[str, tokenizers.Tokenizer, list[AddedToken]]:
+    try:
+        text = file.read_text("utf-8")
+        return text, tokenizers.Tokenizer.from_str(text), [_added(token) for token in json.loads(text)["added_tokens"]]
+    except OSError as error:
+        raise TokenizerError(
+            f"{file}: cannot be read ({error.strerror or error}); copy tokenizer.json of the model there, "
+            "or set models.<name>.tokenizer to the directory that holds it"
+        ) from None
+    except Exception as error:  # tokenizers raises plain Exception for a file it does not understand
+        raise TokenizerError(
+            f"{file}: is not a tokenizer.json that tokenizers {tokenizers.__version__} reads ({error}); "
+            "copy the model's own, or set models.<name>.source to engine"
+        ) from None
 
-    Raises:
-        TokenizerError: the file is there but is not a JSON object.
-    """
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty if there is no such file."""
     try:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -188,16 +189,31 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def _declared_tokens(config: dict[str, Any], file: Path) -> list[AddedToken]:
+    """Return the added tokens that ``tokenizer_config.json`` lists, by id."""
+    declared = config.get("added_tokens_decoder")
+    if not isinstance(declared, dict):
+        return []
+    try:
+        return [_added(token) for _, token in sorted(declared.items(), key=lambda item: int(item[0]))]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise TokenizerError(f"{file}: added_tokens_decoder is not understood: {error}") from None
+
+
+def _added(token: dict[str, Any]) -> AddedToken:
+    return AddedToken(**{name: value for name, value in token.items() if name in AddedToken.__slots__})
+
+
 def _encoder(
-    text: str, reference: tokenizers.Tokenizer, added: list[AddedToken], missing: list[AddedToken], file: Path
+    file: Path, text: str, reference: tokenizers.Tokenizer, added: list[AddedToken], changed: list[AddedToken]
 ) -> Encoder:
-    """Return the fastest encoder that agrees with ``reference``."""
+    """Return the fastest encoder that agrees with ``reference``, which is ``text`` with ``changed`` tokens."""
     slow = HuggingFaceEncoder(reference)
     if fastokens is None:
         return slow
     try:
         tokenizer = fastokens.Tokenizer.from_json_str(text)
-        tokenizer.add_tokens(missing)
+        tokenizer.add_tokens(changed)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         fast = FastEncoder(tokenizer)
@@ -234,23 +250,6 @@ def varied_texts(tokens: Sequence[str]) -> list[str]:
     sample = list(dict.fromkeys([*tokens[:48], *tokens[-16:]]))
     between = [f"{token}{plain[3]}{token} x {token}\n\n{token}{token}  y{token}z" for token in sample]
     return [*plain, *between, "".join(sample), " ".join(sample), "".join(plain)]
-
-
-def _tokens_only_in_config(config: dict[str, Any], listed: list[dict[str, Any]]) -> list[AddedToken]:
-    """Return the tokens that ``transformers`` adds, or whose flags it changes, because of ``tokenizer_config.json``."""
-    declared = config.get("added_tokens_decoder")
-    if not isinstance(declared, dict):
-        return []
-    try:
-        tokens = [AddedToken(**token) for _, token in sorted(declared.items(), key=lambda item: int(item[0]))]
-    except (TypeError, ValueError) as error:
-        raise TokenizerError(f"tokenizer_config.json: added_tokens_decoder is not understood: {error}") from None
-    known = [AddedToken(**{key: value for key, value in token.items() if key != "id"}) for token in listed]
-    return [token for token in tokens if token not in known]
-
-
-def _flags(token: AddedToken) -> dict[str, Any]:
-    return {name: getattr(token, name) for name in AddedToken.__slots__}
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

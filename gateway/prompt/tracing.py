@@ -175,6 +175,8 @@ class PlanDrafter:
             pieces = rendered_pieces(self._traced, context, deadline)
         except Exception:  # whatever stand-ins cannot do, Python and Jinja report in their own ways
             return None
+        for leaf in leaves:
+            leaf.value = ""  # computations may hold on to a stand-in; they need not hold on to the example's texts
         plan = Plan(guards, _merged(pieces))
         return plan if plan.serves(chat.leaves) and plan.render(chat.leaves) == text else None
 

@@ -95,87 +95,46 @@ def test_plans_of_the_common_families_are_right(name, data):
     check(template(name), PlanDrafter(template(name)), bodies)
 
 
-TEXT = "message.content"
-expressions = st.recursive(
-    st.sampled_from(
-        [TEXT, "message['content']", "message.role", "'x'", "' word '", "bos_token", "loop.index0", "none", "missing"]
-    ),
-    lambda inner: st.one_of(
-        st.builds("({} + {})".format, inner, inner),
-        st.builds("({} ~ {})".format, inner, inner),
-        st.builds(
-            "({} | {})".format,
-            inner,
-            st.sampled_from(
-                [
-                    "trim",
-                    "length",
-                    "upper",
-                    "string",
-                    "default('d')",
-                    "tojson",
-                    "list",
-                    "first",
-                    "replace('x', 'y')",
-                    "int",
-                ]
-            ),
-        ),
-        st.builds(
-            "({}.{})".format,
-            inner,
-            st.sampled_from(
-                [
-                    "strip()",
-                    "lstrip('x')",
-                    "rstrip()",
-                    "split('<think>')[0]",
-                    "split('</think>')[-1]",
-                    "upper()",
-                    "replace('x', 'word')",
-                    "startswith('x')",
-                    "split()",
-                    "missing",
-                    "count('x')",
-                ]
-            ),
-        ),
+ATOMS = ["message.content", "message['content']", "message.role", "bos_token", "loop.index0", "none", "missing", "'x'"]
+FILTERS = ["trim", "length", "upper", "string", "default('d')", "tojson", "list", "first", "replace('x', 'y')", "int"]
+METHODS = ["strip()", "lstrip('x')", "rstrip()", "split('<think>')[0]", "split('</think>')[-1]", "split()", "upper()"]
+METHODS += ["replace('x', 'word')", "startswith('x')", "count('x')", "missing"]
+TESTS = [
+    "string",
+    "mapping",
+    "none",
+    "defined",
+    "iterable",
+    "true",
+    "upper",
+    "eq('x')",
+    "in('xyz')",
+    "in(['x', 'word'])",
+]
+OPERATORS = ["+", "~", "==", "!=", "in", "not in", "and", "or", "<"]
+ITEMS = ["0", "-1", "1:", "'content'", "'missing'"]
+OF_LISTS = ["first", "last", "tojson", "unique | list", "sort", "max", "reverse | list", "select | list"]
+
+
+def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Return expressions made of smaller ones."""
+    return st.one_of(
+        st.builds("({} {} {})".format, inner, st.sampled_from(OPERATORS), inner),
+        st.builds("({} | {})".format, inner, st.sampled_from(FILTERS)),
+        st.builds("({}.{})".format, inner, st.sampled_from(METHODS)),
+        st.builds("({} is {})".format, inner, st.sampled_from(TESTS)),
+        st.builds("({}[{}])".format, inner, st.sampled_from(ITEMS)),
+        st.builds("([{}, message.content] | {})".format, inner, st.sampled_from(OF_LISTS)),
         st.builds("({} if {} else {})".format, inner, inner, inner),
-        st.builds("({} {} {})".format, inner, st.sampled_from(["==", "!=", "in", "not in", "and", "or", "<"]), inner),
         st.builds("(not {})".format, inner),
-        st.builds(
-            "({} is {})".format,
-            inner,
-            st.sampled_from(
-                [
-                    "string",
-                    "mapping",
-                    "none",
-                    "defined",
-                    "iterable",
-                    "true",
-                    "upper",
-                    "eq('x')",
-                    "in('xyz')",
-                    "in(['x', 'word'])",
-                ]
-            ),
-        ),
-        st.builds("({}[{}])".format, inner, st.sampled_from(["0", "-1", "1:", "'content'", "'missing'"])),
         st.builds("({{'x': 'found', 'word': 1}}[{}])".format, inner),
         st.builds("(['a', {}, 'x'] | join('-'))".format, inner),
         st.builds("('%s!' % {})".format, inner),
         st.builds("('{{}}!'.format({}))".format, inner),
-        st.builds(
-            "([{}, message.content] | {})".format,
-            inner,
-            st.sampled_from(
-                ["first", "last", "tojson", "unique | list", "sort", "max", "reverse | list", "select | list"]
-            ),
-        ),
-    ),
-    max_leaves=5,
-)
+    )
+
+
+expressions = st.recursive(st.sampled_from(ATOMS), larger, max_leaves=5)
 statements = st.one_of(
     st.builds("{{{{ {} }}}}".format, expressions),
     st.builds("{{% if {} %}}yes{{% else %}}no{{% endif %}}".format, expressions),
@@ -190,7 +149,7 @@ statements = st.one_of(
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of expressions such as none[0]
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(body=st.lists(statements, min_size=1, max_size=3).map("".join), data=st.data())
 def test_plans_of_any_template_are_right(body, data):
     source = ChatTemplate(

@@ -20,7 +20,7 @@ json_values = st.recursive(
 )
 fields = st.sampled_from(
     "model messages prompt stream stream_options n max_tokens max_completion_tokens tools chat_template_kwargs "
-    "documents cache_salt session_id user suffix add_generation_prompt add_special_tokens reasoning_effort priority".split()
+    "documents cache_salt session_id user suffix add_generation_prompt add_special_tokens reasoning_effort".split()
 )
 message_fields = st.sampled_from(
     "role content tool_calls tool_call_id name reasoning reasoning_content task tools".split()

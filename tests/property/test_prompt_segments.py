@@ -72,7 +72,7 @@ def with_tokens(kind: str, added: list[AddedToken]) -> tokenizers.Tokenizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(added=added_tokens, texts=st.lists(texts, min_size=1, max_size=8))
 def test_cut_texts_have_the_ids_of_whole_ones(kind, added, texts):
     tokenizer = with_tokens(kind, added)
@@ -86,7 +86,7 @@ def test_cut_texts_have_the_ids_of_whole_ones(kind, added, texts):
 
 @pytest.mark.skipif(module.fastokens is None, reason="there is no fastokens for this platform")
 @pytest.mark.parametrize("kind", ["byte-level", "split", "prepend"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     certain=st.lists(st.sampled_from(["<a>", "<b>", "<|c|>", "[D]", "[/D]"]), min_size=1, unique=True), data=st.data()
 )
@@ -99,7 +99,7 @@ def test_fastokens_gives_the_same_ids_for_cut_texts(kind, certain, data):
     assert b"".join(fast.encode(cutter.cut(text))) == pack(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     runs=st.lists(st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=8), min_size=1, max_size=6),
     chunk_tokens=st.integers(1, 5),

@@ -1,0 +1,234 @@
+"""What it costs to get from a request's bytes to its chunk hashes, and how long that holds up everything else.
+
+``python -m tests.bench.prompt [--json]``. Everything runs in this process, on one thread but for what the prompt room
+itself moves to others. *Warm* is the next turn of a conversation: every text was seen before but the last message,
+which is new each time. *Cold* is a conversation none of whose texts was seen before. The texts are words of the tiny
+model's vocabulary; a large model's tokenizer takes longer over new text, and no longer over known text. With
+``--json`` the last line of output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import platform
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from unittest import mock
+
+import tokenizers
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from gateway.prompt import tokenizer as tokenizer_module
+from gateway.prompt.pipeline import PromptPipeline
+from gateway.prompt.request import parse_request
+from tests.prompt_rig import CHAT, TINY, candidates, config, reference
+
+NEW_MESSAGE_TOKENS = 60
+WARM_ROUNDS = 400
+LONG_ROUNDS = 60
+COLD_ROUNDS = 12
+GAP_ROUNDS = 6
+
+Bodies = Iterator[bytes]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Attributes:
+        title: what is measured.
+        tokens: length of the prompt.
+        messages: of the conversation.
+        fresh: what is new in each request: ``nothing``, ``last`` message, ``all`` messages.
+        limit_us: what the median is to stay below.
+    """
+
+    title: str
+    tokens: int
+    messages: int
+    fresh: str
+    rounds: int
+    limit_us: float
+
+
+CASES = {
+    "short_chat_15us": Case("short chat, known texts", 200, 2, "nothing", WARM_ROUNDS, 15),
+    "warm_8k_100us": Case("8k tokens, new last message", 8_192, 20, "last", WARM_ROUNDS, 100),
+    "warm_128k_1ms": Case("128k tokens, new last message", 131_072, 200, "last", LONG_ROUNDS, 1_000),
+    "cold_8k_0.5ms": Case("8k tokens, all new", 8_192, 20, "all", LONG_ROUNDS, 500),
+    "cold_128k_6ms": Case("128k tokens, all new", 131_072, 200, "all", COLD_ROUNDS, 6_000),
+}
+MORE_CASES = {"short_new": Case("short chat, new last message", 200, 2, "last", WARM_ROUNDS, 0)}
+GAP_LIMIT_US = 10_000
+
+
+class Writer:
+    """Writes conversations in words of a tokenizer's vocabulary, lines and quotes among them."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._random = random.Random(7)
+        self._tokenizer = tokenizer
+        vocabulary = (tokenizer.decode([number]) for number in range(tokenizer.get_vocab_size()))
+        self._words = [word for word in vocabulary if word[:1] == " " and word[1:].isalpha() and len(word) <= 6]
+
+    def text(self, tokens: int) -> str:
+        """Return a new text of about that many tokens."""
+        words = self._random.choices(self._words, k=tokens)
+        for at in range(11, tokens, 12):
+            words[at] = self._random.choice(['."\n', ":\n\n", ".\n", ' "'])
+        return "".join(words)
+
+    def bodies(self, case: Case) -> Bodies:
+        """Yield request bodies of a case, endlessly."""
+        size = case.tokens // case.messages - 5
+        last = min(size, NEW_MESSAGE_TOKENS)
+        texts = [self.text(size) for _ in range(case.messages - 1)] + [self.text(last)]
+        while True:
+            if case.fresh == "all":
+                texts = [self.text(size) for _ in range(case.messages)]
+            elif case.fresh == "last":
+                texts[-1] = self.text(last)
+            roles = ["system", *["user", "assistant"] * case.messages]
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+            yield json.dumps({"model": "tiny", "messages": messages, "stream": True, "max_tokens": 100}).encode()
+
+
+async def run(pipeline: PromptPipeline, body: bytes) -> int:
+    """Do what the gateway does for one request; return the prompt's length in tokens."""
+    return (await pipeline.prompt(parse_request(CHAT, body), candidates())).tokens
+
+
+async def settle(pipeline: PromptPipeline) -> None:
+    """Wait until no plan is being drawn up any more."""
+    await asyncio.get_running_loop().run_in_executor(pipeline._executor, gc.collect)
+    await asyncio.sleep(0.05)
+
+
+async def measure(pipeline: PromptPipeline, writer: Writer, case: Case) -> dict[str, float]:
+    """Return the median and the 99th percentile of a case, in µs."""
+    bodies = writer.bodies(case)
+    chosen = candidates()
+    for _ in range(3):  # the shape is seen, gets its plan, and has it
+        tokens = await run(pipeline, next(bodies))
+        await settle(pipeline)
+    requests = [next(bodies) for _ in range(case.rounds)]
+    times = []
+    gc.collect()
+    for body in requests:
+        started = perf_counter()
+        await pipeline.prompt(parse_request(CHAT, body), chosen)
+        times.append((perf_counter() - started) * 1e6)
+    times.sort()
+    return {"tokens": tokens, "p50_us": times[len(times) // 2], "p99_us": times[len(times) * 99 // 100]}
+
+
+async def longest_gap(work: Callable[[], asyncio.Future[int]]) -> float:
+    """Return the longest time in µs for which ``work`` kept the event loop from running anything else."""
+    longest = 0.0
+    running = asyncio.ensure_future(work())
+    before = perf_counter()
+    while not running.done():
+        await asyncio.sleep(0)
+        now = perf_counter()
+        longest = max(longest, now - before)
+        before = now
+    await running
+    return longest * 1e6
+
+
+async def gaps(pipeline: PromptPipeline, writer: Writer) -> float:
+    """Return the longest gap over new conversations of 128k tokens, the first of their shape included."""
+    longest = 0.0
+    for case in (Case("many messages", 131_072, 201, "all", 0, 0), Case("few messages", 131_072, 3, "all", 0, 0)):
+        bodies = writer.bodies(case)
+        for _ in range(GAP_ROUNDS):
+            body = next(bodies)
+            longest = max(longest, await longest_gap(lambda body=body: run(pipeline, body)))
+        await settle(pipeline)
+    return longest
+
+
+def library_us(tokenizer: tokenizers.Tokenizer, writer: Writer) -> float:
+    """Return how long Hugging Face ``tokenizers`` alone takes for the texts of a new 8k prompt, in µs."""
+    case = CASES["cold_8k_0.5ms"]
+    texts = [writer.text(case.tokens // case.messages) for _ in range(case.messages)]
+    started = perf_counter()
+    tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return (perf_counter() - started) * 1e6
+
+
+async def everything() -> dict[str, dict[str, float]]:
+    """Measure all cases with both libraries."""
+    tokenizer = reference(TINY)
+    writer = Writer(tokenizer)
+    results: dict[str, dict[str, float]] = {}
+    pipeline = PromptPipeline(config())
+    gc.freeze()  # as the gateway does when it is ready
+    for name, case in {**CASES, **MORE_CASES}.items():
+        results[name] = await measure(pipeline, writer, case)
+    results["gap_10ms"] = {"longest_us": await gaps(pipeline, writer)}
+    await pipeline.close()
+    with mock.patch.object(tokenizer_module, "fastokens", None):
+        pipeline = PromptPipeline(config())
+    results["hugging_face_cold_8k"] = await measure(pipeline, writer, CASES["cold_8k_0.5ms"])
+    results["hugging_face_cold_8k"]["library_us"] = min(library_us(tokenizer, writer) for _ in range(5))
+    results["hugging_face_gap_10ms"] = {"longest_us": await gaps(pipeline, writer)}
+    await pipeline.close()
+    return results
+
+
+def targets(results: dict[str, dict[str, float]]) -> dict[str, bool]:
+    """Return for each target whether it was met."""
+    met = {name: results[name]["p50_us"] <= case.limit_us for name, case in CASES.items()}
+    return met | {name: results[name]["longest_us"] <= GAP_LIMIT_US for name in results if name.endswith("gap_10ms")}
+
+
+def print_table(results: dict[str, dict[str, float]]) -> None:
+    table = Table(title="From body bytes to chunk hashes")
+    for heading in ("", "tokens", "median µs", "p99 µs", "target µs"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, case in {**CASES, **MORE_CASES}.items():
+        figures = results[name]
+        limit = f"{case.limit_us:,.0f}" if case.limit_us else ""
+        cells = [f"{figures[key]:,.1f}" for key in ("p50_us", "p99_us")]
+        table.add_row(case.title, f"{figures['tokens']:,}", *cells, limit)
+    slow = results["hugging_face_cold_8k"]
+    note = f"library alone {slow['library_us']:,.0f}"
+    table.add_row(
+        "8k tokens, all new, Hugging Face",
+        f"{slow['tokens']:,}",
+        f"{slow['p50_us']:,.1f}",
+        f"{slow['p99_us']:,.1f}",
+        note,
+    )
+    for name, title in (("gap_10ms", "longest gap"), ("hugging_face_gap_10ms", "longest gap, Hugging Face")):
+        table.add_row(title, "131,072", f"{results[name]['longest_us']:,.1f}", "", f"{GAP_LIMIT_US:,}")
+    console = Console()
+    console.print(table)
+    for target, met in targets(results).items():
+        console.print(f"{'yes' if met else 'no ':<4}{target}", highlight=False)
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    arguments = parser.parse_args()
+    results = uvloop.run(everything())
+    print_table(results)
+    if arguments.json:
+        machine = {"python": platform.python_version(), "kernel": platform.release(), "cores": os.cpu_count()}
+        print(json.dumps({"machine": machine, "results": results, "targets": targets(results)}))
+
+
+if __name__ == "__main__":
+    main()
