@@ -27,27 +27,21 @@ class Results:
 
     def medians(self, workload: str) -> dict[str, Figures]:
         """Return for each target the median over the rounds of every figure."""
-        by_target = defaultdict(list)
-        for one_round in self.rounds[workload]:
-            for target, figures in one_round.items():
-                by_target[target].append(figures)
-        return {
-            target: {key: median(figures[key] for figures in rounds) for key in rounds[0]}
-            for target, rounds in by_target.items()
-        }
+        return _medians(self._rounds_that_count(workload))
 
     def added(self, workload: str) -> dict[str, Figures]:
         """Return for each router the latency above that of the upstream asked directly: medians of the rounds."""
-        by_target = defaultdict(list)
-        for one_round in self.rounds[workload]:
-            direct = one_round.get(DIRECT)
-            for target, figures in one_round.items():
-                if direct and target != DIRECT:
-                    by_target[target].append({key: figures[key] - direct[key] for key in ("p50_ms", "p99_ms")})
-        return {
-            target: {key: median(figures[key] for figures in rounds) for key in rounds[0]}
-            for target, rounds in by_target.items()
-        }
+        return _medians(
+            [
+                {
+                    target: {key: figures[key] - one_round[DIRECT][key] for key in ("p50_ms", "p99_ms")}
+                    for target, figures in one_round.items()
+                    if target != DIRECT
+                }
+                for one_round in self._rounds_that_count(workload)
+                if DIRECT in one_round
+            ]
+        )
 
     def others_share(self) -> float:
         """Return how much of the router's core other programs took: the mean over everything measured."""
@@ -67,10 +61,28 @@ class Results:
         """
         ratios = [
             min(_speed_ratio(one_round[KVWAY], one_round[rival]) for rival in RUST)
-            for one_round in self.rounds[workload]
+            for one_round in self._rounds_that_count(workload)
             if {KVWAY, *RUST} <= one_round.keys()
         ]
         return median(ratios) if ratios else None
+
+    def _rounds_that_count(self, workload: str) -> list[dict[str, Figures]]:
+        """Return the rounds; kvway is left out of all when it failed in one: it must not win by its better rounds."""
+        rounds = self.rounds[workload]
+        if all(KVWAY in one_round for one_round in rounds):
+            return rounds
+        return [{target: one_round[target] for target in one_round if target != KVWAY} for one_round in rounds]
+
+
+def _medians(rounds: list[dict[str, Figures]]) -> dict[str, Figures]:
+    by_target = defaultdict(list)
+    for one_round in rounds:
+        for target, figures in one_round.items():
+            by_target[target].append(figures)
+    return {
+        target: {key: median(figures[key] for figures in measured) for key in measured[0]}
+        for target, measured in by_target.items()
+    }
 
 
 def _speed_ratio(ours: Figures, theirs: Figures) -> float:

@@ -68,7 +68,7 @@ def request_source(prompts: Prompts, number: int, fields: Mapping[str, object] =
     """
     bodies = [msgspec.json.encode({**body, **fields}) for body in conversations(prompts)]
     if not prompts.new_last_message:
-        requests = itertools.cycle([_http(body) for body in bodies])
+        requests: Iterator[bytes] = itertools.cycle([_http(body) for body in bodies])
     else:
         requests = _with_new_last_messages(bodies, Random(number))
     return requests.__next__

@@ -44,6 +44,17 @@ def test_a_missing_rust_router_makes_its_targets_false() -> None:
     assert not targets(results)["short_json_1.5x_faster_rust"]
 
 
+def test_a_round_in_which_kvway_failed_makes_its_targets_false() -> None:
+    results = Results()
+    results.rounds["short_sse"] = [
+        round_of(figures(300, cpu_us=5), figures(100), figures(100)),
+        {rival: figures(100) for rival in RUST},
+    ]
+    assert results.speed_ratio("short_sse") is None
+    assert KVWAY not in results.medians("short_sse")
+    assert not targets(results)["cpu_per_chunk_12us"]
+
+
 def test_what_was_not_measured_was_not_met() -> None:
     assert not any(targets(Results()).values())
 
