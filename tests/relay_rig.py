@@ -13,7 +13,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from gateway.prompt.pipeline import PromptPipeline
 from uvicorn.server import ServerState
 
 from gateway.config import Config
@@ -24,6 +23,7 @@ from gateway.index.approximate import ApproximateCache
 from gateway.index.memory import MemoryIndex
 from gateway.observe.observer import Observer
 from gateway.observe.record import Outcome, RequestRecord
+from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
 from gateway.relay.services import Services
 from gateway.relay.upstream import UpstreamPool

@@ -178,8 +178,10 @@ class RelayProtocol(HttpToolsProtocol):
             return
         self._in_head = False
         try:
-            self._check_head()
-            self.url = origin_form(self.url)
+            if self._long_read or self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+                self._check_head_size()
+            if not self.url.startswith(b"/"):
+                self.url = origin_form(self.url)
             if is_relayed(self.url):
                 self._receive()
             else:
@@ -241,9 +243,9 @@ class RelayProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.data_received(b"\r\n".join((*lines, b"", rest)))
 
-    def _check_head(self) -> None:
-        size = sum(len(name) + len(value) + 4 for name, value in self.headers) if self._long_read else 0
-        if max(self._head_bytes, size, len(self.url)) > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+    def _check_head_size(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES or self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             raise _head_too_large()
 
     def _receive(self) -> None:
@@ -260,10 +262,11 @@ class RelayProtocol(HttpToolsProtocol):
             raise self._body_too_large()
         self._body_bytes = self._wire_bytes = self._pieces = 0
         self._incoming = Exchange(self.services, self, head)
-        if not self._busy:
+        if head.expects_continue and not self._busy:
             self._invite_body()
 
     def _invite_body(self) -> None:
+        """Answer ``Expect: 100-continue``, where that is waited for."""
         if self._incoming is not None and self._incoming.head.expects_continue and not self._body_bytes:
             self.transport.write(_CONTINUE)
 

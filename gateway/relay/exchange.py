@@ -32,7 +32,7 @@ from gateway.relay.retry import (
 )
 from gateway.relay.route import Plan, Route, dispatch, has_others, make_plan, remember
 from gateway.relay.services import Services
-from gateway.relay.upstream import ConnectFailed, Upstream, WorkerPool
+from gateway.relay.upstream import ConnectFailed, Upstream
 
 __all__ = ["Client", "Exchange", "Services"]
 
@@ -135,7 +135,7 @@ class Exchange:
             self._fail(GatewayError("The gateway failed to handle this request."))
         finally:
             try:
-                if self._route is not None:
+                if self._route is not None and self._route.to_remember:
                     await remember(self._services, self._route)
             finally:
                 self._account()
@@ -144,7 +144,7 @@ class Exchange:
         self._record.stream = plan.streamed
         if plan.model is not None:
             self._record.model = plan.model
-            self._timeouts = self._services.config.model_config_for(plan.model).timeouts or self._timeouts
+            self._timeouts = self._services.timeouts_for(plan.model)
         if plan.request is not None:
             self._record.prompt_tokens = plan.request.prompt_tokens
 
@@ -198,6 +198,7 @@ class Exchange:
     async def _attempt(self) -> Failure | None:
         """Send the request to its worker and see the answer through; None where the client has got one."""
         assert self._route is not None
+        head = self.head
         pool = self._services.upstream.of(self._route.worker)
         # A request that must not run twice never meets the keep-alive race: it gets a connection of its own.
         fresh = not self._repeatable
@@ -208,18 +209,15 @@ class Exchange:
                     upstream = await pool.connect()
                 except ConnectFailed as error:
                     return Failure(FailureKind.CONNECT, str(error))
-            failure = await self._ask(upstream, pool)
+            self._upstream = upstream
+            self._outcome = asyncio.get_running_loop().create_future()
+            self._sent_at = monotonic()
+            raw_head = head.for_worker(pool.host, len(self.body))
+            upstream.send(self, raw_head, self.body, head.method == b"HEAD")
+            failure = await self._outcome
             if failure is None or failure.kind is not FailureKind.STALE:
                 return failure
             fresh = True
-
-    async def _ask(self, upstream: Upstream, pool: WorkerPool) -> Failure | None:
-        self._upstream = upstream
-        self._outcome = asyncio.get_running_loop().create_future()
-        self._sent_at = monotonic()
-        head = self.head
-        upstream.send(self, head.for_worker(pool.host, len(self.body)), self.body, head.method == b"HEAD")
-        return await self._outcome
 
     def _retry_delay_s(self, plan: Plan, tried: list[Worker], failure: Failure) -> float | None:
         """Return how long to wait before another attempt, None where there is to be none."""
@@ -306,12 +304,12 @@ class Exchange:
 
     def _added_headers(self) -> bytes:
         record = self._record
-        lines = f"x-request-id: {record.request_id}\r\n"
-        if self._services.config.server.decision_headers:
-            lines += (
-                f"x-kvway-worker: {record.worker}\r\nx-kvway-predicted-hit-tokens: {record.predicted_hit_tokens}\r\n"
-            )
-        return lines.encode("latin-1", "replace")
+        if not self._services.config.server.decision_headers:
+            return f"x-request-id: {record.request_id}\r\n".encode()
+        return (
+            f"x-request-id: {record.request_id}\r\nx-kvway-worker: {record.worker}\r\n"
+            f"x-kvway-predicted-hit-tokens: {record.predicted_hit_tokens}\r\n"
+        ).encode("latin-1", "replace")
 
     # How it can end before its time
 

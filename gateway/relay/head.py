@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 from random import getrandbits
 from typing import Final
+
+import msgspec
 
 from gateway.errors import BadRequest
 
@@ -42,8 +43,7 @@ _DOT_SEGMENT: Final = re.compile(r"/(\.|%2e){1,2}(/|$)", re.IGNORECASE)
 _ABSOLUTE_FORM: Final = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 
 
-@dataclass(slots=True)
-class RequestHead:
+class RequestHead(msgspec.Struct):
     """A request's head, as far as forwarding it needs it.
 
     Attributes:
@@ -188,8 +188,7 @@ class Framing(Enum):
     UNTIL_CLOSE = "until-close"
 
 
-@dataclass(slots=True)
-class ResponseHead:
+class ResponseHead(msgspec.Struct):
     """A worker's response head.
 
     Attributes:

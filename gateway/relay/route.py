@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import count
 from random import random
 from time import monotonic
@@ -22,7 +21,7 @@ from gateway.errors import BadRequest, GatewayError, NoWorker
 from gateway.fleet.ledger import Flight
 from gateway.fleet.registry import Candidates, Registry, State, Worker
 from gateway.index.base import Speculation
-from gateway.prompt.request import InferenceRequest, parse_request
+from gateway.prompt.request import parse_request
 from gateway.relay.services import Services
 from policies.base import COLUMNS, Decision, FleetView, Residency, RoutingRequest
 
@@ -41,8 +40,7 @@ _FORM_MODEL: Final = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\
 _subset_versions = count(-1, -1)
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(msgspec.Struct):
     """What is known of a request before a worker is chosen.
 
     Attributes:
@@ -56,8 +54,7 @@ class Plan:
     request: RoutingRequest | None = None
 
 
-@dataclass(slots=True)
-class Route:
+class Route(msgspec.Struct):
     """A worker chosen, and the request counted on it.
 
     Attributes:
@@ -65,7 +62,7 @@ class Route:
         flight: its entry in the ledger.
         speculation: its prompt's entry in the index, where it has one.
         chunks: the prompt's chunks.
-        prefilled: the worker has begun to answer, so it has prefilled the prompt.
+        to_remember: the worker has prefilled the prompt and publishes no events: see ``remember``.
         hit_tokens: prompt tokens the worker is believed to have cached.
         reason: the decision's reason.
     """
@@ -74,18 +71,20 @@ class Route:
     flight: Flight
     speculation: Speculation | None = None
     chunks: Sequence[bytes] = ()
-    prefilled: bool = False
+    to_remember: bool = False
     hit_tokens: int = 0
     reason: str = "load"
 
     def answered(self, status: int, now: float) -> None:
         """The first byte of the answer has arrived."""
         self.flight.first_byte(now)
-        if self.speculation is not None and status < 400:
-            self.prefilled = True
-            if self.worker.config.kv_events is not None:
-                self.speculation.settle(now)
-                self.speculation = None
+        if self.speculation is None or status >= 400:
+            return
+        if self.worker.config.kv_events is None:
+            self.to_remember = True
+        else:
+            self.speculation.settle(now)
+            self.speculation = None
 
     def end(self, now: float) -> None:
         """The request is no longer on its worker."""
@@ -109,13 +108,6 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
     request = parse_request(path, body)
     model = request.model or _only_model(services.registry)
     candidates = services.registry.candidates(model)
-    routing_request = await _routing_request(services, request, candidates, len(body))
-    return Plan(model, bool(request.stream), routing_request)
-
-
-async def _routing_request(
-    services: Services, request: InferenceRequest, candidates: Candidates, body_bytes: int
-) -> RoutingRequest:
     config = services.config.prompt
     try:
         prompt = await services.prompts.prompt(request, candidates)
@@ -124,8 +116,8 @@ async def _routing_request(
         raise
     except Exception:
         log.exception("a prompt could not be prepared; its request goes by load")
-        tokens, chunks = int(body_bytes / config.bytes_per_token), []
-    return RoutingRequest(
+        tokens, chunks = int(len(body) / config.bytes_per_token), []
+    routing_request = RoutingRequest(
         model=candidates.model,
         prompt_tokens=tokens,
         chunks=chunks,
@@ -133,6 +125,7 @@ async def _routing_request(
         output_tokens=request.max_tokens or _DEFAULT_OUTPUT_TOKENS,
         session=request.session,
     )
+    return Plan(model, bool(request.stream), routing_request)
 
 
 def _only_model(registry: Registry) -> str:
@@ -174,8 +167,6 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
 
 async def remember(services: Services, route: Route) -> None:
     """Note what a worker without KV events has prefilled. While it answered, the speculation said so."""
-    if route.speculation is None or not route.prefilled:
-        return
     worker, fleet = route.worker, services.registry.fleet
     capacity_tokens = float(fleet.kv_capacity_tokens[worker.row]) if worker.row >= 0 else 0.0
     chunk_tokens = services.config.prompt.chunk_tokens
@@ -194,9 +185,12 @@ async def find_residency(services: Services, model: str, request: RoutingRequest
         if not request.chunks:
             return candidates, Residency.none(len(candidates.workers))
         residency = await services.index.residency(request.chunks, candidates.slots, request.chunk_tokens)
-        if registry.version == version:
-            # Asked for again: a shared index took time to answer, and others were dispatched meanwhile.
-            return registry.candidates(model), residency
+        if registry.version != version:
+            continue
+        if candidates.fleet is not registry.fleet:
+            # A copy: a shared index took time to answer, and others were dispatched meanwhile.
+            candidates = registry.candidates(model)
+        return candidates, residency
 
 
 def _decide(
@@ -212,21 +206,17 @@ def _decide(
 def _count(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reason: str, now: float) -> Route:
     request = plan.request
     assert request is not None
-    uncached = max(1, request.prompt_tokens - hit_tokens)
-    prefill_s = _prefill_s(services, worker, uncached, hit_tokens)
-    flight = services.ledger.dispatch(worker, request.prompt_tokens, uncached, prefill_s, now, plan.streamed)
+    new, cached = max(1, request.prompt_tokens - hit_tokens), hit_tokens
+    # T_prefill(n, p) = a + b·n + c·n·(p + n/2), with the worker's learned a, b, c
+    cell, row = services.registry.fleet.state.item, worker.row
+    prefill_s = cell(_PREFILL_A, row) + new * (cell(_PREFILL_B, row) + cell(_PREFILL_C, row) * (cached + new / 2))
+    flight = services.ledger.dispatch(worker, request.prompt_tokens, new, prefill_s, now, plan.streamed)
     speculation = None
     if request.chunks and worker.slot >= 0:
         speculation = services.index.speculate(worker.slot, request.chunks)
         if services.outbox is not None:
             speculation = services.outbox.announce(worker, request.chunks, speculation)
     return Route(worker, flight, speculation, request.chunks, hit_tokens=hit_tokens, reason=reason)
-
-
-def _prefill_s(services: Services, worker: Worker, new: int, cached: int) -> float:
-    """Return the expected prefill time, ``a + b·n + c·n·(p + n/2)``."""
-    a, b, c = services.registry.fleet.state[_PREFILL_A : _PREFILL_C + 1, worker.row].tolist()
-    return float(a + new * (b + c * (cached + new / 2)))
 
 
 def _workers(services: Services, model: str | None) -> list[Worker]:

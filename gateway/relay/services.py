@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gateway.config import Config
+from gateway.config import AnswerTimeouts, Config
 from gateway.fleet.health import Health
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.registry import Registry, Worker
@@ -44,6 +44,11 @@ class Services:
         self.budget = RetryBudget(self.config.retries)
         self.sweeper = Sweeper(self.upstream)
         self.registry.on_change(self._on_change)
+
+    def timeouts_for(self, model: str) -> AnswerTimeouts:
+        """Return a model's own timeouts, else those for all."""
+        settings = self.config.models.get(model) or self.config.models.get("*")
+        return (settings and settings.timeouts) or self.config.timeouts
 
     def _on_change(self, worker: Worker, joined: bool) -> None:
         if not joined:
