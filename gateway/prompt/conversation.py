@@ -129,8 +129,11 @@ def _outline_one(message: Message, parts: bool, leaves: list[str]) -> tuple[Shap
     content, has_media = _content(message)
     part_shapes: tuple[tuple[bool, bytes], ...] | None = None
     only_text = all(text is not None for text, _ in content)
-    if not parts or (role == "tool" and only_text):
-        leaves.append("\n".join(f"<{extra['type']}>" if text is None else text for text, extra in content))
+    if not parts:
+        texts = [f"<{extra['type']}>" if text is None else text for text, extra in content]
+        leaves.append("\n".join(filter(None, texts)))  # vLLM skips empty ones
+    elif role == "tool" and only_text:
+        leaves.append("\n".join(text or "" for text, _ in content))
     else:
         part_shapes = tuple((text is not None, msgspec.json.encode(extra)) for text, extra in content)
         leaves += [text for text, _ in content if text is not None]
