@@ -139,6 +139,7 @@ class FleetView:
 
 
 Breakdown = list[dict[str, Any]]
+Costs = Sequence[float] | Floats | Ints
 
 
 class Decision:
@@ -159,7 +160,7 @@ class Decision:
         expected_hit_tokens: int = 0,
         predicted_ttft: float = 0.0,
         reason: str = "load",
-        costs: Floats | None = None,
+        costs: Costs | None = None,
         explain: Callable[[], Breakdown] | None = None,
     ) -> None:
         self.worker = worker

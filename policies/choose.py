@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from policies.base import Decision, FleetView, Floats, Ints, Residency, RoutingRequest
+from policies.base import Costs, Decision, FleetView, Floats, Ints, Residency, RoutingRequest
 from policies.ring import ring_of
 
 
@@ -36,7 +36,7 @@ def lowest(fleet: FleetView, key: bytes, *columns: Floats | Ints) -> int:
 
 
 def decided(
-    request: RoutingRequest, residency: Residency, row: int, reason: str, costs: Floats | Ints | None = None
+    request: RoutingRequest, residency: Residency, row: int, reason: str, costs: Costs | None = None
 ) -> Decision:
     """Return the decision for ``row``; ``costs`` order the fallbacks."""
     return Decision(row, expected_hit(request, residency, row), reason=reason, costs=costs)

@@ -91,7 +91,7 @@ class _Start(NamedTuple):
     """How a prompt relates to what is cached."""
 
     fresh: bool  # a new conversation, not the continuation of one that some worker holds
-    met: float  # how often before the known part of a prompt ended where this one's does
+    met: float  # how many conversations before started from its known part
     key: bytes  # the first chunk that nobody holds, for the ring
 
 
@@ -111,7 +111,7 @@ class ExpectedCost:
     """Least expected cost; see the module's docstring for the terms. What it learns, it learns per model."""
 
     name: ClassVar[str] = "expected-cost"
-    Params = ExpectedCostParams
+    Params: ClassVar[type[msgspec.Struct]] = ExpectedCostParams
 
     def __init__(self, params: ExpectedCostParams, /) -> None:
         self._params = params
@@ -167,7 +167,7 @@ class ExpectedCost:
         known = min(longest // request.chunk_tokens, len(chunks))
         if known == 0:
             return _Start(True, 0.0, request.key())
-        met = traffic.fork(chunks[known - 1], now)
+        met = traffic.met(chunks[known - 1], prompt, known < len(chunks), now)
         fresh = met >= 0.5 or longest < self._params.fresh_share * prompt
         return _Start(fresh, met, request.ring_key or chunks[min(known, len(chunks) - 1)])
 

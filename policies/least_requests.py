@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from policies.base import Decision, FleetView, NoParams, Residency, RoutingRequest, register
 from policies.choose import decided, lowest
 
@@ -13,7 +15,7 @@ class LeastRequests:
     """Requests in flight by the gateway's own count; ties: pending prefill tokens, ring."""
 
     name: ClassVar[str] = "least-requests"
-    Params = NoParams
+    Params: ClassVar[type[msgspec.Struct]] = NoParams
 
     def __init__(self, params: NoParams, /) -> None:
         pass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from policies.base import Decision, FleetView, NoParams, Residency, RoutingRequest, register
 from policies.choose import decided, lowest
 
@@ -13,7 +15,7 @@ class LeastTokens:
     """Uncached prompt tokens dispatched whose first byte has not arrived; ties: running, ring."""
 
     name: ClassVar[str] = "least-tokens"
-    Params = NoParams
+    Params: ClassVar[type[msgspec.Struct]] = NoParams
 
     def __init__(self, params: NoParams, /) -> None:
         pass

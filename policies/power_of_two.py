@@ -26,7 +26,7 @@ class PowerOfTwo:
     """Requests in flight decide between the two, then pending prefill tokens, then the draw."""
 
     name: ClassVar[str] = "power-of-two"
-    Params = PowerOfTwoParams
+    Params: ClassVar[type[msgspec.Struct]] = PowerOfTwoParams
 
     def __init__(self, params: PowerOfTwoParams, /) -> None:
         self._random = Random(params.seed)

@@ -28,7 +28,7 @@ class PrefixHash:
     """Key: model and first chunks of the prompt. Load: requests in flight."""
 
     name: ClassVar[str] = "prefix-hash"
-    Params = PrefixHashParams
+    Params: ClassVar[type[msgspec.Struct]] = PrefixHashParams
 
     def __init__(self, params: PrefixHashParams, /) -> None:
         self._params = params

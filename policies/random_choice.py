@@ -26,7 +26,7 @@ class RandomChoice:
     """A random order of the workers: the first is the choice, the others are the fallbacks."""
 
     name: ClassVar[str] = "random"
-    Params = RandomParams
+    Params: ClassVar[type[msgspec.Struct]] = RandomParams
 
     def __init__(self, params: RandomParams, /) -> None:
         self._random = np.random.default_rng(params.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
 from policies.base import Decision, FleetView, NoParams, Residency, RoutingRequest, register
@@ -15,7 +16,7 @@ class RoundRobin:
     """One turn per model; a retry goes to whoever is next."""
 
     name: ClassVar[str] = "round-robin"
-    Params = NoParams
+    Params: ClassVar[type[msgspec.Struct]] = NoParams
 
     def __init__(self, params: NoParams, /) -> None:
         self._turns: dict[str, int] = {}

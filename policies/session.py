@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from policies.base import Decision, FleetView, NoParams, Residency, RoutingRequest, register
 from policies.choose import decided, lowest
 from policies.ring import ring_of
@@ -14,7 +16,7 @@ class Session:
     """Hashes the session header or field; a request without one goes to the least busy worker."""
 
     name: ClassVar[str] = "session"
-    Params = NoParams
+    Params: ClassVar[type[msgspec.Struct]] = NoParams
 
     def __init__(self, params: NoParams, /) -> None:
         pass

@@ -16,7 +16,7 @@ import numpy as np
 from policies.base import FleetView, Floats
 
 MAX_UTILISATION: Final = 0.95
-MAX_FORKS: Final = 8192
+MAX_ENDS: Final = 8192
 RESOLUTION_S: Final = 0.05
 
 
@@ -34,7 +34,7 @@ class Traffic:
         "_busy_s",
         "_continued_tokens",
         "_conversations",
-        "_forks",
+        "_ends",
         "_memory_s",
         "_names",
         "_rate_window_s",
@@ -50,7 +50,7 @@ class Traffic:
         self._busy_s = 0.0
         self._continued_tokens = 0.0
         self._conversations = 0.0
-        self._forks: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        self._ends: OrderedDict[bytes, tuple[float, float, int, bool]] = OrderedDict()
         self._names: Sequence[str] = ()
         self._version = -1
         self.turnover: Floats = np.zeros(0)
@@ -80,18 +80,25 @@ class Traffic:
         """Return how many tokens a new conversation has gone on to add to its worker's cache, on average."""
         return self._continued_tokens / (self._conversations + 1.0)
 
-    def fork(self, chunk: bytes, now: float) -> float:
-        """Count a request whose known prefix ends with ``chunk``; return how many did so before, decayed.
+    def met(self, chunk: bytes, prompt_tokens: int, more: bool, now: float) -> float:
+        """Return how many conversations started from the prefix that ends with ``chunk``, and count this one.
 
-        A conversation moves on, so its end is met once. A prefix that many conversations start from is met again and
-        again.
+        The known part of a prompt ends there. A conversation moves on: it comes back to such an end only with a longer
+        prompt, and only until the next chunk is whole. Whoever else comes there has started from the same prefix.
+
+        Args:
+            chunk: the last known chunk of the prompt.
+            prompt_tokens: length of the prompt.
+            more: whether the prompt has whole chunks after it.
+            now: monotonic seconds.
         """
-        count, at = self._forks.pop(chunk, (0.0, now))
+        count, at, last_tokens, last_more = self._ends.pop(chunk, (0.0, now, prompt_tokens, True))
         count *= exp((at - now) / self._memory_s)
-        self._forks[chunk] = (count + 1.0, now)
-        if len(self._forks) > MAX_FORKS:
-            self._forks.popitem(last=False)
-        return count
+        same = prompt_tokens > last_tokens and not (more and last_more)
+        self._ends[chunk] = (count + (not same), now, prompt_tokens, more)
+        if len(self._ends) > MAX_ENDS:
+            self._ends.popitem(last=False)
+        return 0.0 if same else count
 
     def decided(self, row: int, fresh: bool, new_tokens: float, work_s: float, capacity_tokens: float) -> None:
         """Account for a decision.
