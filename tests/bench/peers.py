@@ -46,6 +46,11 @@ class Peer:
     ready_path: str
 
 
+def kvway_processes(count: int) -> Peer:
+    """Return kvway with several processes on one port."""
+    return Peer(f"kvway-{count}", "", lambda place: [*_kvway(place), "--processes", str(count)], "/ready")
+
+
 def _kvway(place: Place) -> list[str]:
     # Request logging is off in all routers.
     config = {

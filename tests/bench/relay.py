@@ -19,7 +19,7 @@ from tests.bench.client import WrongAnswer
 from tests.bench.measure import WORKLOADS, Figures, Workload, run
 from tests.bench.peers import ROUTERS, Peer, install, version
 from tests.bench.results import Results
-from tests.bench.rig import StartFailed, become_load, two_cores
+from tests.bench.rig import StartFailed, become_load, choose_cores
 from tests.bench.testbed import Target, Testbed
 
 MEMORY = "memory"
@@ -105,7 +105,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     console = Console(stderr=options.json)
-    cores = two_cores()
+    cores = choose_cores(most=1)
     become_load(cores.load)
     with tempfile.TemporaryDirectory(prefix="kvway-bench-") as directory, Testbed(cores, Path(directory)) as bed:
         bench = Bench(options, bed, console)

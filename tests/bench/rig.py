@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,17 +29,18 @@ class StartFailed(Exception):
 
 @dataclass(frozen=True)
 class Cores:
-    """Where what runs: the router alone on one core, upstream and client together on the other."""
+    """Where what runs: the router on cores of its own, upstream and client together on another."""
 
-    router: int
+    router: frozenset[int]
     load: int
 
 
-def two_cores() -> Cores:
-    available = sorted(os.sched_getaffinity(0))
-    if len(available) < 2:
+def choose_cores(most: int) -> Cores:
+    """Return the last core for the load, and up to ``most`` of the others for the router."""
+    *others, load = sorted(os.sched_getaffinity(0))
+    if not others:
         raise SystemExit("the benchmark needs two cores: one for the router, one for load generator and upstream")
-    return Cores(router=available[0], load=available[1])
+    return Cores(router=frozenset(others[:most]), load=load)
 
 
 def become_load(core: int) -> None:
@@ -48,18 +49,18 @@ def become_load(core: int) -> None:
     Upstream and client share the core: under the ordinary scheduler every write of one switches to the other, and those
     switches, not the router, would be the limit.
     """
-    _run_on(core, os.SCHED_BATCH)
+    _run_on({core}, os.SCHED_BATCH)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _run_on(core: int, scheduler: int) -> None:
-    os.sched_setaffinity(0, {core})
+def _run_on(cores: Collection[int], scheduler: int) -> None:
+    os.sched_setaffinity(0, cores)
     os.sched_setscheduler(0, scheduler, os.sched_param(0))
 
 
 class Process:
-    """A process with its children, pinned to one core, its output in a file.
+    """A process with its children, pinned to cores, its output in a file.
 
     Pinned before it starts, so that runtimes which count their cores start one thread.
     """
@@ -67,7 +68,7 @@ class Process:
     def __init__(
         self,
         command: Sequence[str],
-        core: int,
+        cores: Collection[int],
         log: Path,
         *,
         scheduler: int = os.SCHED_OTHER,
@@ -83,7 +84,7 @@ class Process:
                 cwd=ROOT,
                 env={**os.environ, **(environ or {})},
                 process_group=0,
-                preexec_fn=functools.partial(_run_on, core, scheduler),
+                preexec_fn=functools.partial(_run_on, cores, scheduler),
             )
 
     def __enter__(self) -> Process:
@@ -159,7 +160,7 @@ class Usage:
     Attributes:
         router_s: CPU of the router.
         load_s: CPU of upstream and load generator.
-        others_s: CPU that other programs took from the router's core.
+        others_s: CPU that other programs took from the router's cores.
     """
 
     seconds: float
@@ -189,14 +190,16 @@ class Meter:
         return time.perf_counter(), router_s, load_s, _busy_s(self._cores.router) - router_s
 
 
-def _busy_s(core: int) -> float:
-    """Return the seconds in which a core was not idle, those that a hypervisor took included."""
+def _busy_s(cores: Collection[int]) -> float:
+    """Return the seconds in which the cores were not idle, those that a hypervisor took included."""
+    names = {f"cpu{core}" for core in cores}
+    busy = 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *ticks = line.split()
-        if name == f"cpu{core}":
+        if name in names:
             user, nice, system, _idle, _waiting, *rest = map(int, ticks[:8])
-            return (user + nice + system + sum(rest)) / TICKS_PER_S
-    raise AssertionError(f"/proc/stat does not list cpu{core}")
+            busy += user + nice + system + sum(rest)
+    return busy / TICKS_PER_S
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ class Testbed:
         self._routers = ExitStack()
         command = [sys.executable, "-m", "tests.bench.fast_upstream", *map(str, self._ports)]
         log = directory / "upstream.log"
-        self._upstream = Process(command, cores.load, log, scheduler=os.SCHED_BATCH)
+        self._upstream = Process(command, {cores.load}, log, scheduler=os.SCHED_BATCH)
         self._upstream.wait_ready(f"http://{HOST}:{self._ports[-1]}/health")
 
     def __enter__(self) -> Testbed:
@@ -53,7 +53,7 @@ class Testbed:
         return Target("direct", (HOST, self._ports[0]), self._upstream, meter)
 
     def start(self, peer: Peer, environ: Mapping[str, str] | None = None) -> Target:
-        """Start a router on its core and wait until it routes.
+        """Start a router on its cores and wait until it routes.
 
         Raises:
             StartFailed: it did not come up.
