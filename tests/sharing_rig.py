@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
@@ -52,7 +51,7 @@ def config_for(workers: Sequence[SimWorker], url: str, **sections: Any) -> dict[
         "prompt": {"chunk_tokens": 16},
         "index": {"backend": "redis", "url": url, "namespace": f"sharing-{next(_namespaces)}", "timeout_s": 0.5},
         "policy": {"name": "expected-cost"},
-        "health": {"interval_s": 0.2},
+        "health": {"interval_s": 0.5, "timeout_s": 5},
         "log": {"requests": False},
     }
     return config | sections
@@ -66,14 +65,14 @@ async def replicas(
     config = Config.model_validate(config_for(workers, valkey.url, **sections))
     async with contextlib.AsyncExitStack() as stack:
         gateways = [await stack.enter_async_context(Gateway(config)) for _ in range(n)]
-        await until(lambda: all(is_settled(gateway, n) for gateway in gateways))
+        await until(lambda: all(is_settled(gateway, n) for gateway in gateways), within_s=30)
         yield gateways
 
 
 def is_settled(gateway: Gateway, n: int) -> bool:
-    """Whether a gateway knows of ``n`` replicas, itself included, and of a slot for every worker."""
+    """Whether a gateway knows of ``n`` replicas at least, itself included, and of a slot for every worker."""
     fleet = gateway.registry.workers.values()
-    return metric(gateway, "kvway_replicas") == n and all(
+    return metric(gateway, "kvway_replicas") >= n and all(
         worker.state is State.READY and worker.slot != NO_SLOT for worker in fleet
     )
 

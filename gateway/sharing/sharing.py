@@ -106,7 +106,7 @@ class Sharing:
 
     def leave(self) -> None:
         """Hand our workers over to the others; what is in flight here goes on being told."""
-        self.outbox.leaving = True
+        self.outbox.leaving = self.outbox.moved = True
         self.hurry()
 
     async def close(self) -> None:
@@ -115,7 +115,7 @@ class Sharing:
         if self.up:
             with suppress(*UNREACHABLE):
                 await self._store.beat(self._ownership.no_claims(), life_s=0)
-                await self._store.tell(news.encode(news.News(self._replica, whole=True, loads={})))
+                await self._store.tell(news.encode(news.News(self._replica, whole=True, loads={}, leaving=True)))
         await self._store.close()
 
     async def _keep_beating(self) -> None:
