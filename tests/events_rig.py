@@ -121,7 +121,7 @@ class Publisher:
         self._with_topic = with_topic
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
         self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.PUB)
+        self._pub = self._context.socket(zmq.XPUB)  # a PUB socket that also says when somebody subscribes
         self._router = self._context.socket(zmq.ROUTER)
         self._router.sndhwm = replay_hwm
         endpoint, replay_endpoint = endpoints or ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
@@ -134,7 +134,9 @@ class Publisher:
         self.replay_endpoint = self._router.last_endpoint.decode() if replay else None
         self.next = 0
         self.replays_asked: list[int] = []
-        self._serving = spawn(self._serve(), "replay")
+        self.left_out_once: set[int] = set()  # numbers that the next replay lacks
+        self.subscribed = asyncio.Event()
+        self._serving = [spawn(self._serve(), "replay"), spawn(self._welcome(), "subscriptions")]
 
     async def publish(self, *events: Any, drop: bool = False, payload: bytes | None = None) -> None:
         """Publish one batch; ``drop`` loses it on the way, the buffer has it all the same."""
@@ -151,8 +153,13 @@ class Publisher:
         await self._pub.send_multipart(frames)
 
     async def close(self) -> None:
-        await stop(self._serving)
+        await stop(*self._serving)
         self._context.destroy(linger=0)
+
+    async def _welcome(self) -> None:
+        while True:
+            await self._pub.recv()
+            self.subscribed.set()
 
     async def _serve(self) -> None:
         while True:
@@ -160,8 +167,9 @@ class Publisher:
             start = int.from_bytes(first, "big")
             self.replays_asked.append(start)
             topic = [b"kv@test"] if self._with_topic else []
+            left_out, self.left_out_once = self.left_out_once, set()
             for number, payload in list(self._buffer):
-                if number >= start:
+                if number >= start and number not in left_out:
                     await self._router.send_multipart([client, b"", *topic, number.to_bytes(8, "big"), payload])
             end = [b""] if self._with_topic else []
             await self._router.send_multipart([client, b"", *end, b"\xff" * 8, b""])

@@ -83,9 +83,6 @@ class Assembler:
         self._holdings: dict[Tier, dict[bytes, int]] = {tier: {} for tier in Tier}  # chunk → blocks that end it
         self._stored: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}  # chunk → root
         self._removed: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}
-        for announced in (self._young, self._old):
-            for keys in announced.values():
-                keys.clear()
 
     def __len__(self) -> int:
         """Blocks that are known."""

@@ -90,6 +90,19 @@ def test_a_fork_inside_a_chunk_makes_two_chunks_on_the_same_first_block(worker):
     assert worker.run(other) == 0
 
 
+def test_many_forks_after_the_same_block_come_and_go_one_by_one(worker):
+    forks = [PROMPT[:2] + tokens(2, start=100 * number) for number in range(2, 7)]
+    worker.see(stored([1], PROMPT[:2]), *[stored([number], fork[2:], parent=1) for number, fork in enumerate(forks, 2)])
+    worker.see(stored([1], PROMPT[:2], medium="CPU"), removed([1]))
+    assert [worker.tiers(fork) for fork in forks] == [[{Tier.HOST}]] * 5
+    for number, fork in enumerate(forks, 2):
+        worker.see(removed([number]))
+        assert worker.run(fork) == 0
+        assert len(worker.assembler) == 7 - number
+    worker.see(removed([1], medium=None))
+    assert len(worker.assembler) == 0
+
+
 def test_a_child_is_attached_when_its_parent_appears(worker):
     worker.see(stored([3, 4], PROMPT[4:], parent=2))
     worker.see(stored([2], PROMPT[2:4], parent=1))
@@ -330,8 +343,8 @@ def test_what_was_aged_out_leaves_nothing_behind(worker):
     worker.see(whole_prompt(medium="disk"), whole_prompt(medium="disk"))
     age(worker, times=2)
     assert (worker.run(PROMPT), len(worker.assembler)) == (0, 0)
-    worker.see(whole_prompt(medium="disk"), CLEARED)
-    age(worker, times=2)
+    worker.see(whole_prompt(medium="disk"))
+    worker.see(removed([1, 2, 3, 4], medium="disk"))
     assert len(worker.assembler) == 0
 
 
