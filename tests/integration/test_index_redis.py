@@ -287,9 +287,11 @@ async def test_a_slot_acquired_without_a_server_is_shared_when_it_is_back(
     chunks = prompt(8)
     await one.store(slot, chunks, Tier.HBM)
     assert slot >= FIRST_PRIVATE_SLOT
+    assert one.number(slot) == -1
     assert await hits(one, chunks, [slot]) == [8]
     valkey.start()
     await until(lambda: _says(other, chunks, 0, 8))
+    assert (one.number(slot), other.number(0)) == (0, 0)
     assert admin.hget("late:{slots}:owners", "0").endswith(b" a")
     assert await other.acquire_slot("b") == 1
 
@@ -341,6 +343,7 @@ async def test_a_slot_that_was_given_away_is_written_no_more(replica: Replica, a
     await until(lambda: _owner(admin, "lost", 2))
     await one.store(slot, chunks, Tier.HBM)
     await one.flush()
+    assert one.number(slot) == 2
     assert await hits(one, chunks, [slot]) == [5]
     assert await hits(other, chunks, [0, 2]) == [0, 5]
 
