@@ -144,7 +144,7 @@ class Outbox:
         news = News(
             replica=self._replica,
             whole=whole,
-            loads={fleet.names[row]: loads[:, row].tolist() for row in rows},
+            loads=dict(zip([fleet.names[row] for row in rows], loads.T[rows].tolist(), strict=True)),
             begun=list(self._begun.values()),
             settled=self._settled,
             cancelled=self._cancelled,
