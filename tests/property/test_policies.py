@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.base import FleetView, PolicyError, create_policy, known_policies
+from policies.expected_cost import SMALL_FLEET
+from tests.fleets import CHUNK, make_fleet, make_request, make_residency
+
+ALL = sorted(known_policies())
+STATELESS = ["expected-cost", "least-requests", "least-tokens", "least-work", "prefix-hash", "session"]
+BY_LOAD = ["expected-cost", "least-requests", "least-tokens", "least-work", "power-of-two", "prefix-hash"]
+
+
+@st.composite
+def situations(draw, most=2 * SMALL_FLEET):
+    """A loaded fleet, a request, and who holds how much of it in which tier."""
+    n = draw(st.integers(1, most))
+    prompt = draw(st.integers(0, 6000))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    fleet = make_fleet(n, capacity=draw(st.sampled_from([0, 5_000, 500_000])), reload_host_s=2e-6, reload_disk_s=5e-5)
+    fleet.running[:] = random.integers(0, draw(st.integers(1, 9)), n)
+    busy = fleet.running > 0
+    fleet.pending_prefill_tokens[:] = random.integers(0, draw(st.integers(1, 30_000)), n) * busy
+    fleet.pending_prefill_s[:] = fleet.pending_prefill_tokens * 6e-5
+    fleet.prefilling_since[:] = random.uniform(90, 100, n) * (fleet.pending_prefill_tokens > 0)
+    fleet.decode_tokens[:] = random.integers(0, 50_000, n) * busy
+    residency = make_residency(random.integers(0, prompt // CHUNK + 1, n) * CHUNK)
+    lower = residency.hit_tokens // CHUNK // 2 * CHUNK * random.integers(0, 2, n)
+    residency.by_tier[:, 0] -= lower
+    residency.by_tier[:, random.integers(1, 4)] += lower
+    session = draw(st.none() | st.text(max_size=5))
+    return fleet, make_request(prompt, conversation=draw(st.integers(0, 50)), session=session), residency
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=25, deadline=None)
+@given(situation=situations())
+def test_the_choice_is_a_candidate_and_every_other_is_a_fallback(name, situation):
+    fleet, request, residency = situation
+    decision = create_policy(name).decide(request, fleet, residency, now=100.0)
+    assert sorted([decision.worker, *decision.fallbacks]) == list(range(len(fleet)))
+    assert 0 <= decision.expected_hit_tokens <= max(0, request.prompt_tokens - 1)
+    assert decision.predicted_ttft >= 0
+    assert len(decision.breakdown(fleet)) == len(fleet)
+
+
+@pytest.mark.parametrize("name", STATELESS)
+@settings(max_examples=25, deadline=None)
+@given(situation=situations(), data=st.data())
+def test_the_order_of_the_workers_does_not_matter(name, situation, data):
+    fleet, request, residency = situation
+    order = np.array(data.draw(st.permutations(range(len(fleet)))))
+    shuffled = make_residency(residency.hit_tokens[order])
+    shuffled.by_tier = residency.by_tier[order]
+    chosen = create_policy(name).decide(request, fleet, residency, now=100.0).worker
+    again = create_policy(name).decide(request, fleet.take(order), shuffled, now=100.0).worker
+    assert fleet.names[order[again]] == fleet.names[chosen]
+
+
+@pytest.mark.parametrize("name", BY_LOAD)
+@settings(max_examples=25, deadline=None)
+@given(situation=situations(most=8), data=st.data())
+def test_more_load_never_attracts_a_request(name, situation, data):
+    fleet, request, residency = situation
+    params = {"seed": 1} if name == "power-of-two" else {}
+    chosen = create_policy(name, params).decide(request, fleet, residency, now=100.0).worker
+    others = [row for row in range(len(fleet)) if row != chosen]
+    if not others:
+        return
+    row = data.draw(st.sampled_from(others))
+    add_load(fleet, row, data.draw(st.integers(1, 20_000)))
+    assert create_policy(name, params).decide(request, fleet, residency, now=100.0).worker != row
+
+
+@settings(max_examples=25, deadline=None)
+@given(situation=situations(most=8), data=st.data())
+def test_a_longer_hit_never_costs_least_works_choice_the_request(situation, data):
+    fleet, request, residency = situation
+    policy = create_policy("least-work")
+    chosen = policy.decide(request, fleet, residency, now=100.0).worker
+    residency.hit_tokens[chosen] = data.draw(st.integers(int(residency.hit_tokens[chosen]), request.prompt_tokens))
+    assert policy.decide(request, fleet, residency, now=100.0).worker == chosen
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text(max_size=20))
+def test_any_unknown_name_gets_an_answer_that_lists_the_known_ones(name):
+    if name in known_policies():
+        return
+    with pytest.raises(PolicyError) as error:
+        create_policy(name)
+    assert all(known in str(error.value) for known in ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=25, deadline=None)
+@given(
+    params=st.dictionaries(
+        st.text(max_size=8), st.none() | st.booleans() | st.floats() | st.text(max_size=4), max_size=3
+    )
+)
+def test_any_parameters_are_accepted_or_answered(name, params):
+    try:
+        create_policy(name, params)
+    except PolicyError as error:
+        assert f"policy {name!r}" in str(error)
+
+
+def add_load(fleet: FleetView, row: int, tokens: int) -> None:
+    """Dispatch one more prompt to a worker, as the ledger does."""
+    if fleet.pending_prefill_tokens[row] == 0:
+        fleet.prefilling_since[row] = 100.0
+    fleet.pending_prefill_tokens[row] += tokens
+    fleet.pending_prefill_s[row] += tokens * 6e-5
+    fleet.running[row] += 1

@@ -1,0 +1,133 @@
+import numpy as np
+import pytest
+
+from policies.base import (
+    COLUMNS,
+    Decision,
+    FleetView,
+    PolicyError,
+    Residency,
+    RoutingRequest,
+    create_policy,
+    known_policies,
+)
+from tests.fleets import make_fleet, make_request, make_residency
+
+NAMES = {
+    "expected-cost",
+    "least-requests",
+    "least-tokens",
+    "least-work",
+    "power-of-two",
+    "prefix-hash",
+    "random",
+    "round-robin",
+    "session",
+}
+
+
+def test_importing_any_module_of_the_package_registers_every_policy():
+    assert set(known_policies()) >= NAMES
+
+
+def test_an_unknown_policy_is_answered_with_the_nearest_name():
+    with pytest.raises(PolicyError, match=r"unknown policy 'least-token'\. Did you mean 'least-tokens'\?.*round-robin"):
+        create_policy("least-token")
+
+
+def test_a_name_like_no_other_is_answered_with_the_list_alone():
+    with pytest.raises(PolicyError) as error:
+        create_policy("zzz")
+    assert "Did you mean" not in str(error.value)
+    assert "Known policies: expected-cost, least-requests" in str(error.value)
+
+
+def test_an_unknown_parameter_is_answered_with_those_accepted():
+    with pytest.raises(PolicyError, match=r"policy 'prefix-hash': .*`factor`.*accepts: prefix_chunks, load_factor"):
+        create_policy("prefix-hash", {"factor": 2})
+
+
+def test_a_policy_without_parameters_says_so():
+    with pytest.raises(PolicyError, match="Parameters it accepts: none"):
+        create_policy("round-robin", {"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("policy", "params"),
+    [
+        ("prefix-hash", {"load_factor": 0.9}),
+        ("prefix-hash", {"prefix_chunks": 0}),
+        ("expected-cost", {"reuse": 1.5}),
+        ("expected-cost", {"memory_s": 0}),
+        ("expected-cost", {"price": "maybe"}),
+        ("power-of-two", {"seed": "x"}),
+    ],
+)
+def test_a_parameter_out_of_range_names_policy_and_parameter(policy, params):
+    with pytest.raises(PolicyError) as error:
+        create_policy(policy, params)
+    assert f"policy {policy!r}" in str(error.value)
+    assert next(iter(params)) in str(error.value)
+
+
+def test_columns_are_live_views_of_the_state():
+    fleet = FleetView(["a", "b"])
+    fleet.running[1] += 3
+    assert fleet.state[COLUMNS.index("running")].tolist() == [0, 3]
+    assert fleet.column("running").tolist() == [0, 3]
+
+
+def test_an_unknown_column_names_the_known_ones():
+    with pytest.raises(AttributeError, match=r"no column 'runing'; columns: pending_prefill_tokens"):
+        _ = FleetView(["a"]).runing
+
+
+def test_a_view_of_some_rows_is_a_copy():
+    fleet = make_fleet(3, running=[1, 2, 3])
+    some = fleet.take(np.array([2, 0]), version=7)
+    some.running[0] = 9
+    assert (some.names, some.version) == (["worker-2", "worker-0"], 7)
+    assert fleet.running.tolist() == [1, 2, 3]
+
+
+def test_nobody_holds_anything_in_an_empty_residency():
+    residency = Residency.none(3)
+    assert residency.hit_tokens.tolist() == [0, 0, 0]
+    assert residency.by_tier.shape == (3, 4)
+
+
+def test_the_ring_key_is_the_explicit_one_then_the_first_chunk_then_the_model():
+    assert RoutingRequest("m", 10, [b"c"], ring_key=b"k").key() == b"k"
+    assert RoutingRequest("m", 10, [b"c"]).key() == b"c"
+    assert RoutingRequest("m", 10).key() == b"m"
+
+
+def test_fallbacks_are_the_other_rows_cheapest_first():
+    assert Decision(1, costs=np.array([3.0, 0.0, 1.0, 2.0])).fallbacks == [2, 3, 0]
+    assert Decision(0, costs=(2.0, 1.0)).fallbacks == [1]
+    assert Decision(0).fallbacks == []
+
+
+def test_a_breakdown_names_every_worker_and_marks_the_choice():
+    decision = Decision(1, costs=(2.0, 1.0), explain=lambda: [{"hit_tokens": 0}, {"hit_tokens": 256}])
+    assert decision.breakdown(make_fleet(2)) == [
+        {"worker": "worker-0", "chosen": False, "cost": 2.0, "hit_tokens": 0},
+        {"worker": "worker-1", "chosen": True, "cost": 1.0, "hit_tokens": 256},
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_decision_explains_itself_in_plain_values(name):
+    fleet = make_fleet(3, capacity=10_000, running=[2, 1, 4])
+    decision = create_policy(name).decide(make_request(1000, session="s"), fleet, make_residency([512, 0, 0]), now=1.0)
+    breakdown = decision.breakdown(fleet)
+    assert [entry["worker"] for entry in breakdown] == fleet.names
+    assert [entry["chosen"] for entry in breakdown].index(True) == decision.worker
+    assert {type(value) for entry in breakdown for value in entry.values()} <= {str, bool, int, float}
+    assert sorted([*decision.fallbacks, decision.worker]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_the_expected_hit_leaves_at_least_one_token_to_compute(name):
+    decision = create_policy(name).decide(make_request(512, session="s"), make_fleet(1), make_residency([512]), now=1.0)
+    assert (decision.worker, decision.expected_hit_tokens) == (0, 511)
