@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import Body, FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from gateway.admin.explain import explain
@@ -59,11 +59,9 @@ def admin_app(gateway: Gateway) -> FastAPI:
         return _describe(gateway, worker)
 
     @app.post("/admin/explain")
-    async def explain_decision(
-        body: Annotated[bytes, Body(media_type="application/json")], path: str = ""
-    ) -> dict[str, Any]:
+    async def explain_decision(request: Request, path: str = "") -> dict[str, Any]:
         """Say where a request with this body would go now, and why, term by term. Nothing is sent or counted."""
-        return await explain(gateway.services, path, body)
+        return await explain(gateway.services, path, await request.body())
 
     return app
 

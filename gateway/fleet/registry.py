@@ -165,7 +165,7 @@ class Registry:
             if elsewhere is not None:
                 fleet.state += elsewhere[:, rows]
         elif elsewhere is not None:
-            fleet = FleetView(selection.names, fleet.state + elsewhere, self.version)
+            fleet = FleetView(fleet.names, fleet.state + elsewhere, fleet.version)
         return Candidates(selection.model, selection.lora, selection.workers, selection.slots, fleet)
 
     def running(self) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
@@ -17,12 +17,12 @@ LOAD_COLUMNS: Final = ("pending_prefill_tokens", "pending_prefill_s", "running",
 """The columns of a fleet view that replicas add up."""
 
 LOAD_ROWS: Final = [COLUMNS.index(column) for column in LOAD_COLUMNS]
-NO_LOAD: Final = (0.0,) * len(LOAD_COLUMNS)
+NO_LOAD: Final = (0.0, 0.0, 0.0, 0.0)
 
 MAX_CHUNKS: Final = 65_536
 """Bound on the chunks in one piece of news, a megabyte; prompts beyond it are not told."""
 
-Load = Sequence[float]
+Load = tuple[float, float, float, float]
 """One worker's ``LOAD_COLUMNS``, as counted by one replica."""
 
 
@@ -128,7 +128,9 @@ class Outbox:
         self._live.discard(number)
         if prefilled:
             self._settled.append(number)
-        elif self._begun.pop(number, None) is None:  # else nobody has heard of it
+        elif number in self._begun:  # nobody has heard of it
+            self._begun_chunks -= len(self._begun.pop(number).chunks)
+        else:
             self._cancelled.append(number)
 
     def take(self, whole: bool) -> News | None:
@@ -144,7 +146,7 @@ class Outbox:
         news = News(
             replica=self._replica,
             whole=whole,
-            loads=dict(zip([fleet.names[row] for row in rows], loads.T[rows].tolist(), strict=True)),
+            loads=dict(zip([fleet.names[row] for row in rows], map(tuple, loads.T[rows].tolist()), strict=True)),
             begun=list(self._begun.values()),
             settled=self._settled,
             cancelled=self._cancelled,
@@ -163,8 +165,3 @@ class Outbox:
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(News).decode
-
-
-def sum_of(loads: Iterable[Load]) -> list[float]:
-    """Return the column sums of loads."""
-    return [sum(column) for column in zip(NO_LOAD, *loads, strict=True)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.base import ChunkIndex, Speculation
-from gateway.sharing.news import LOAD_ROWS, NO_LOAD, Load, News, Prompt, sum_of
+from gateway.sharing.news import LOAD_ROWS, NO_LOAD, Load, News, Prompt
 
 SILENCE_S: Final = 2.5
 
@@ -119,9 +119,9 @@ class Peers:
             worker = registry.workers.get(name)
             if worker is None:
                 continue
-            total = sum_of(load.get(name, NO_LOAD) for load in loads)
-            for row, value in zip(LOAD_ROWS, total, strict=True):
-                cells[row, worker.row] = value
+            columns = zip(*(load.get(name, NO_LOAD) for load in loads), strict=True)
+            for row, column in zip(LOAD_ROWS, columns, strict=True):
+                cells[row, worker.row] = sum(column)
 
 
 def _cancel(peer: _Peer, numbers: Iterable[int]) -> None:

@@ -56,12 +56,12 @@ def test_a_load_that_changed_is_told_whole(outbox: Outbox, registry: Registry) -
     ledger = Ledger(registry)
     worker = registry.workers["b"]
     flight = ledger.dispatch(worker, 100, 60, 0.5, now=1.0)
-    assert taken(outbox).loads == {"b": [60, 0.5, 1, 0]}
+    assert taken(outbox).loads == {"b": (60, 0.5, 1, 0)}
     assert outbox.take(whole=False) is None
     flight.first_byte(now=2.0)
-    assert taken(outbox).loads == {"b": [0, 0, 1, 100]}
+    assert taken(outbox).loads == {"b": (0, 0, 1, 100)}
     flight.end(now=3.0)
-    assert taken(outbox).loads == {"b": [0, 0, 0, 0]}
+    assert taken(outbox).loads == {"b": (0, 0, 0, 0)}
 
 
 def test_whole_news_has_all_load_and_all_prompts_on_their_way(outbox: Outbox, registry: Registry) -> None:
@@ -70,7 +70,7 @@ def test_whole_news_has_all_load_and_all_prompts_on_their_way(outbox: Outbox, re
     assert [len(begun.chunks) for begun in taken(outbox).begun] == [2, 2, 2]
     speculations[1].settle(1.0)
     news = taken(outbox, whole=True)
-    assert news.whole and news.loads == {"a": [9, 0.1, 1, 0]}
+    assert news.whole and news.loads == {"a": (9, 0.1, 1, 0)}
     assert (news.live, news.settled, news.begun) == ([0, 2], [1], [])
 
 
@@ -79,7 +79,7 @@ def test_a_fleet_that_changed_is_told_whole(outbox: Outbox, registry: Registry) 
     outbox.take(whole=False)
     registry.remove("a")
     news = taken(outbox)
-    assert news.whole and news.loads == {"b": [9, 0.1, 1, 0]}
+    assert news.whole and news.loads == {"b": (9, 0.1, 1, 0)}
 
 
 def test_a_prompt_is_told_from_its_dispatch_to_its_end(outbox: Outbox, registry: Registry) -> None:
