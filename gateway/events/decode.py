@@ -64,7 +64,6 @@ _MEDIA: Final[Mapping[str | None, Tier]] = MappingProxyType(
 )
 # Groups of a hybrid model whose blocks, once stored, serve any later prompt that begins with the same tokens.
 _PREFIX_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
-_INTEGERS: Final = {int}
 _U64: Final = (1 << 64) - 1
 _MILLISECONDS: Final = 1e11  # as seconds, a time above this would lie after the year 5000
 _END_OF_REPLAY: Final = b"\xff" * 8
@@ -223,7 +222,7 @@ def _stored(raw: dict[str, Any]) -> Stored | None:
     hashes = _hashes(raw)
     parent = raw.get("parent_block_hash", raw.get("parent_hash"))
     if parent is not None:
-        (parent,) = _opaque([parent])
+        parent = _hash(parent)
     elif raw.get("base_block_idx"):
         return None  # blocks from the middle of a prompt that do not say of which
     tokens = _pack(raw.get("token_ids"))
@@ -273,17 +272,16 @@ def _hashes(raw: dict[str, Any]) -> list[Hash]:
     hashes = raw["block_hashes"] if "block_hashes" in raw else raw["seq_hashes"]
     if not isinstance(hashes, list):
         raise TypeError("block hashes are a list")
-    return _opaque(hashes)
+    return [_hash(value) for value in hashes]
 
 
-def _opaque(hashes: list[Any]) -> list[Hash]:
-    """Check the hashes' type. SGLang's integers are signed: made unsigned, the same hash has one form everywhere."""
-    kinds = set(map(type, hashes))
-    if kinds == _INTEGERS:
-        return [number & _U64 for number in hashes] if min(hashes) < 0 else hashes
-    if kinds and kinds not in ({bytes}, {str}):
-        raise TypeError("block hashes are integers, bytes or text")
-    return hashes
+def _hash(value: Any) -> Hash:
+    """Check a hash's type. SGLang's integers are signed: made unsigned, the same hash has one form everywhere."""
+    if type(value) is int:
+        return value & _U64
+    if isinstance(value, bytes | str):
+        return value
+    raise TypeError("block hashes are integers, bytes or text")
 
 
 def _pack(tokens: Any) -> bytes:

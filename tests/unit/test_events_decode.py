@@ -215,7 +215,7 @@ def test_unknown_types_are_skipped_and_unknown_fields_ignored():
         {"type": "BlockStored"},
         stored([1], [1, 2]) | {"block_hashes": 1},
         stored([1], [1, 2]) | {"block_hashes": [[1]]},
-        stored([1, 2], [1, 2]) | {"block_hashes": [1, b"x"]},
+        stored([1, 2], [1, 2]) | {"block_hashes": [1, None]},
         stored([1], [1, 2]) | {"block_hashes": [1.5]},
         stored([1], [1, 2]) | {"block_hashes": [True]},
         stored([1], [1, 2], parent=[1]),
