@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ def candidates(model: str = "tiny", lora: str | None = None, url: str = "http://
 async def prompt_of(pipeline: PromptPipeline, path: str, body: dict[str, Any] | bytes, **wanted: Any) -> Prompt:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return await pipeline.prompt(parse_request(path, raw), candidates(**wanted))
+
+
+def ids_of(prompt: Prompt) -> list[int]:
+    return array("I", prompt.ids).tolist()
 
 
 def reference(directory: Path = TINY) -> tokenizers.Tokenizer:

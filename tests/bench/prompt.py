@@ -32,6 +32,7 @@ from gateway.prompt.request import parse_request
 from tests.prompt_rig import CHAT, TINY, candidates, config, reference
 
 NEW_MESSAGE_TOKENS = 60
+TOKENS_PER_WORD = 1.09
 WARM_ROUNDS = 400
 LONG_ROUNDS = 60
 COLD_ROUNDS = 12
@@ -89,7 +90,7 @@ class Writer:
 
     def bodies(self, case: Case) -> Bodies:
         """Yield request bodies of a case, endlessly."""
-        size = case.tokens // case.messages - 5
+        size = int(case.tokens / case.messages / TOKENS_PER_WORD) - 5
         last = min(size, NEW_MESSAGE_TOKENS)
         texts = [self.text(size) for _ in range(case.messages - 1)] + [self.text(last)]
         while True:

@@ -1,0 +1,86 @@
+"""Caches bounded in bytes, and the chains of hashes kept in one."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.prompt.cache import ByteCache, Entry
+from gateway.prompt.chains import Chains
+from gateway.prompt.segments import Segment
+from gateway.prompt.tokenizer import pack
+from policies.chunks import ChunkHasher
+
+
+def test_a_cache_stays_within_its_bound():
+    cache: ByteCache[int, Entry] = ByteCache(1000)
+    for number in range(100):
+        cache.put(number, Entry(90))
+        assert cache.bytes <= 1000
+    assert len(cache) == 11
+
+
+def test_an_entry_that_was_used_stays_longer():
+    cache: ByteCache[str, Entry] = ByteCache(1000)
+    for name in "abcd":
+        cache.put(name, Entry(250))
+    cache.get("a")
+    cache.put("e", Entry(250))
+    assert [name for name in "abcde" if cache.get(name)] == ["a", "c", "d", "e"]
+
+
+def test_an_entry_put_again_replaces_the_old_one():
+    cache: ByteCache[str, Entry] = ByteCache(1000)
+    cache.put("a", Entry(200))
+    cache.put("a", Entry(100))
+    assert (len(cache), cache.bytes) == (1, 100)
+
+
+def test_an_entry_that_would_crowd_out_the_others_is_not_kept():
+    cache: ByteCache[str, Entry] = ByteCache(1000)
+    cache.put("a", Entry(251))
+    assert cache.get("a") is None
+
+
+@pytest.fixture
+def hasher() -> ChunkHasher:
+    return ChunkHasher(4)
+
+
+def test_a_chain_is_extended_not_recomputed(hasher, monkeypatch):
+    chains = Chains(hasher, 2**20)
+    root = chains.root("m", None, None)
+    segments = [Segment("", pack(range(start, start + 10))) for start in range(5)]
+    first = chains.hashes(root, segments[:4])
+    hashed: list[int] = []
+    chain = ChunkHasher.chain
+
+    def counting_chain(self, parent, tokens):
+        hashed.append(len(tokens))
+        return chain(self, parent, tokens)
+
+    monkeypatch.setattr(ChunkHasher, "chain", counting_chain)
+    longer = chains.hashes(root, segments)
+    assert longer[: len(first)] == first
+    assert hashed == [4 * 10]  # the new segment; nothing was left over of the 40 tokens before it
+
+
+def test_the_same_segments_after_another_beginning_are_another_chain(hasher):
+    chains = Chains(hasher, 2**20)
+    one, other, shared = (Segment("", pack(range(start, start + 4))) for start in range(3))
+    root = chains.root("m", None, None)
+    assert chains.hashes(root, [one, shared])[1] != chains.hashes(root, [other, shared])[1]
+
+
+@pytest.mark.parametrize("identity", [("n", None, None), ("m", "l", None), ("m", None, "s"), ("m", None, "")])
+def test_model_adapter_and_salt_separate_chains(hasher, identity):
+    chains = Chains(hasher, 2**20)
+    segment = Segment("", pack(range(4)))
+    assert chains.hashes(chains.root(*identity), [segment]) != chains.hashes(chains.root("m", None, None), [segment])
+
+
+def test_hashes_are_right_when_nothing_is_kept(hasher):
+    chains = Chains(hasher, 0)
+    root = chains.root("m", None, None)
+    segments = [Segment("", pack(range(7))), Segment("", pack(range(6)))]
+    expected = hasher.chain(hasher.root("m"), pack([*range(7), *range(6)]))
+    assert chains.hashes(root, segments) == chains.hashes(root, segments) == expected
