@@ -13,19 +13,19 @@ from typing import Final
 
 import numpy as np
 
-from policies.base import FleetView, Floats
+from policies.base import FleetView, Floats, Ints
 
 MAX_UTILISATION: Final = 0.95
-MAX_ENDS: Final = 8192
-RESOLUTION_S: Final = 0.05
+MAX_ENDS: Final = 8192  # prefixes remembered
+MAX_WORKERS: Final = 16_384  # beyond, what is known of workers that are gone is forgotten
+RESOLUTION_S: Final = 0.05  # sums are brought up to date no more often: decay over less than this is nothing
 
 
 class Traffic:
     """Arrivals, cache turnover and branching prefixes of one model.
 
-    Attributes:
-        turnover: float64 ``[n]``, how many times over each worker's HBM cache was filled anew of late. The higher,
-            the younger are the tokens it evicts, and the likelier they would have been used again.
+    A worker's turnover is how many times over its HBM cache was filled anew of late: the higher it is, the younger are
+    the tokens that it evicts, and the likelier they would have been used again.
     """
 
     __slots__ = (
@@ -35,11 +35,13 @@ class Traffic:
         "_continued_tokens",
         "_conversations",
         "_ends",
+        "_known",
         "_memory_s",
         "_names",
         "_rate_window_s",
+        "_rows",
+        "_turnover",
         "_version",
-        "turnover",
     )
 
     def __init__(self, rate_window_s: float, memory_s: float, now: float) -> None:
@@ -51,14 +53,16 @@ class Traffic:
         self._continued_tokens = 0.0
         self._conversations = 0.0
         self._ends: OrderedDict[bytes, tuple[float, float, int, bool]] = OrderedDict()
-        self._names: Sequence[str] = ()
+        self._known: dict[str, int] = {}  # worker → its row in _turnover
+        self._turnover: Floats = np.zeros(0)
+        self._names: Sequence[str] = ()  # the candidates of the last decision …
         self._version = -1
-        self.turnover: Floats = np.zeros(0)
+        self._rows: Ints = np.zeros(0, np.int64)  # … and their rows
 
     def advance(self, fleet: FleetView, now: float) -> None:
         """Let time pass, and follow the set of candidates. Call it first, once per decision."""
         if fleet.names is not self._names or fleet.version != self._version:
-            self._align(fleet)
+            self._follow(fleet)
         elapsed = now - self._advanced_at
         if elapsed > RESOLUTION_S:
             self._advanced_at = now
@@ -68,13 +72,18 @@ class Traffic:
             memory_decay = exp(-elapsed / self._memory_s)
             self._continued_tokens *= memory_decay
             self._conversations *= memory_decay
-            self.turnover *= memory_decay
+            self._turnover *= memory_decay
 
     def crowding(self) -> float:
         """Return ``(λ/n)/(1 − ρ)``: how many requests per second of queue a worker makes wait (M/G/1)."""
-        n = len(self._names)
+        n = len(self._rows)
         utilisation = min(self._busy_s / self._rate_window_s / n, MAX_UTILISATION)
         return self._arrivals / self._rate_window_s / n / (1.0 - utilisation)
+
+    @property
+    def turnover(self) -> Floats:
+        """Turnover of the candidates, float64 ``[n]``."""
+        return self._turnover[self._rows]
 
     def growth_tokens(self) -> float:
         """Return how many tokens a new conversation has gone on to add to its worker's cache, on average."""
@@ -93,7 +102,7 @@ class Traffic:
             now: monotonic seconds.
         """
         count, at, last_tokens, last_more = self._ends.pop(chunk, (0.0, now, prompt_tokens, True))
-        count *= exp((at - now) / self._memory_s)
+        count *= exp(min(at - now, 0.0) / self._memory_s)
         same = prompt_tokens > last_tokens and not (more and last_more)
         self._ends[chunk] = (count + (not same), now, prompt_tokens, more)
         if len(self._ends) > MAX_ENDS:
@@ -117,11 +126,18 @@ class Traffic:
         else:
             self._continued_tokens += new_tokens
         if capacity_tokens > 0:
-            self.turnover[row] += new_tokens / capacity_tokens
+            self._turnover[self._rows[row]] += new_tokens / capacity_tokens
 
-    def _align(self, fleet: FleetView) -> None:
-        known = dict(zip(self._names, self.turnover.tolist(), strict=True))
-        # a newcomer at zero would attract every new conversation; at the mean it gets its share
-        mean = sum(known.values()) / len(known) if known else 0.0
-        self.turnover = np.array([known.get(name, mean) for name in fleet.names])
+    def _follow(self, fleet: FleetView) -> None:
+        """Find the candidates' rows; sets of candidates differ by adapter, by retry, and as workers come and go."""
+        if len(self._known) > MAX_WORKERS:
+            self._known = {}
+            self._turnover = np.zeros(0)
+        strangers = [name for name in fleet.names if name not in self._known]
+        if strangers:
+            # a newcomer at zero would attract every new conversation; at the mean it gets its share
+            mean = float(self._turnover.mean()) if self._known else 0.0
+            self._turnover = np.append(self._turnover, np.full(len(strangers), mean))
+            self._known |= {name: row for row, name in enumerate(strangers, start=len(self._known))}
+        self._rows = np.array([self._known[name] for name in fleet.names], np.int64)
         self._names, self._version = fleet.names, fleet.version

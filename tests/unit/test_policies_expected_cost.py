@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 
@@ -193,6 +195,13 @@ def test_models_learn_apart(policy):
     request.model = "other"
     breakdown = policy.decide(request, fleet, Residency.none(2), now=0.0).breakdown(fleet)
     assert [entry["displacement_s"] for entry in breakdown] == [0, 0]
+
+
+def test_a_copy_decides_alike_and_leaves_the_original_as_it_was(policy):
+    fleet = make_fleet(3, capacity=10_000)
+    policy.decide(make_request(4000), fleet, Residency.none(3), now=0.0)
+    looks = [copy.deepcopy(policy).decide(make_request(4000, 9), fleet, Residency.none(3), 1.0) for _ in range(2)]
+    assert looks[0].breakdown(fleet) == looks[1].breakdown(fleet)
 
 
 def test_a_breakdown_gives_every_term_of_the_score(policy):

@@ -1,5 +1,7 @@
+import numpy as np
 import pytest
 
+from policies.base import FleetView
 from policies.traffic import MAX_ENDS, Traffic
 from tests.fleets import make_fleet
 
@@ -46,15 +48,41 @@ def test_a_worker_of_unknown_capacity_has_no_turnover(traffic):
     assert traffic.turnover.tolist() == [0, 0, 0, 0]
 
 
-def test_turnover_follows_workers_by_name(traffic):
+def test_turnover_follows_workers_by_name_through_changing_sets_of_candidates(traffic):
     fleet = make_fleet(4)
     traffic.advance(fleet, 0.0)
     for row in range(4):
         traffic.decided(row, fresh=True, new_tokens=100 * row, work_s=0.0, capacity_tokens=1000)
-    fleet.names, fleet.version = ["worker-3", "new", "worker-1"], 2
+    some = fleet.take(np.array([3, 1]))
+    traffic.advance(some, 0.0)
+    assert traffic.turnover.tolist() == [0.3, 0.1]
+    traffic.decided(1, fresh=True, new_tokens=100, work_s=0.0, capacity_tokens=1000)
     traffic.advance(fleet, 0.0)
-    # a newcomer starts at the mean: at zero it would attract every new conversation
-    assert traffic.turnover.tolist() == pytest.approx([0.3, 0.15, 0.1])
+    assert traffic.turnover.tolist() == [0, 0.2, 0.2, 0.3]
+
+
+def test_a_newcomer_starts_at_the_mean_so_that_it_does_not_attract_everything(traffic):
+    for row in range(4):
+        traffic.decided(row, fresh=True, new_tokens=100 * row, work_s=0.0, capacity_tokens=1000)
+    traffic.advance(FleetView(["worker-3", "new"]), 0.0)
+    assert traffic.turnover.tolist() == pytest.approx([0.3, 0.15])
+
+
+def test_workers_that_are_gone_are_forgotten_when_they_become_too_many(traffic, monkeypatch):
+    monkeypatch.setattr("policies.traffic.MAX_WORKERS", 50)
+    for number in range(60):
+        traffic.advance(FleetView([f"pod-{number}"]), 0.0)
+        traffic.decided(0, fresh=True, new_tokens=100, work_s=0.0, capacity_tokens=1000)
+    assert traffic.turnover.shape == (1,)
+    assert len(traffic._known) <= 51
+
+
+def test_time_that_goes_back_changes_nothing(traffic):
+    fleet = make_fleet(4)
+    traffic.advance(fleet, 1e9)
+    traffic.met(b"system", 500, True, 1e9)
+    traffic.advance(fleet, 0.0)
+    assert traffic.met(b"system", 500, True, 0.0) == 1
 
 
 def test_growth_is_what_conversations_add_after_their_first_request(traffic):
