@@ -139,6 +139,18 @@ async def test_workers_without_events_have_one_slot_and_one_model_for_all(
             await all_predict(gateways, prompt, answer.headers["x-kvway-worker"], held)
 
 
+async def test_a_worker_that_one_replica_does_not_know_is_followed_by_one_that_does(valkey: Valkey) -> None:
+    async with sim_workers(1) as workers:
+        names = 16 * workers  # the replica without workers is certain to be the first choice for some of them
+        config = config_for(names, valkey.url)
+        async with (
+            replicas([], valkey, n=1, index=config["index"]),
+            replicas(names, valkey, n=1, index=config["index"]) as (gateway,),
+        ):
+            await until(lambda: is_settled(gateway, 2))
+            assert len(gateway.feeds.stats) == 16
+
+
 async def test_a_restarted_worker_has_a_new_slot_with_both(valkey: Valkey) -> None:
     async with sim_workers(2) as workers, replicas(workers, valkey) as gateways:
         await until(lambda: slots(gateways[0]) == slots(gateways[1]))
