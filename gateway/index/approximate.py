@@ -43,9 +43,10 @@ class ApproximateCache:
         root = chunks[0]
         cache = self._caches.setdefault(slot, OrderedDict())
         new = [chunk for chunk in chunks if chunk not in cache]
+        cache.update(dict.fromkeys(new, root))
+        make_latest = cache.move_to_end
         for chunk in reversed(chunks):
-            cache[chunk] = root
-            cache.move_to_end(chunk)
+            make_latest(chunk)
         capacity = int((capacity_tokens or DEFAULT_CAPACITY_TOKENS) // chunk_tokens)
         evicted: dict[bytes, list[bytes]] = {}  # by root: the index takes one chain at a time
         while len(cache) > capacity:

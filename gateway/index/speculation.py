@@ -7,8 +7,8 @@ a worker that will hold it in a moment.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat, takewhile
 from math import inf
 from time import monotonic
 from typing import Final
@@ -42,7 +42,9 @@ class SpeculativePrompt:
 class Overlay:
     """The masks of all speculations, to be laid over the masks of an index with the same positions.
 
-    A prompt is speculated from its first chunk on, so whoever misses a chunk here will miss all that follow it.
+    A prompt is speculated from its first chunk on, so whoever misses a chunk here will miss all that follow it. And a
+    chunk's hash determines all the chunks before it: each chunk is counted once per chunk that follows it and once per
+    prompt that ends there, so that a prompt like another costs no more than the chunks in which they differ.
 
     Args:
         ttl_s: seconds from settling to forgetting.
@@ -55,7 +57,7 @@ class Overlay:
         self._max_chunks = max_chunks
         self._clock = clock
         self._masks: dict[bytes, int] = {}
-        self._counts: dict[int, dict[bytes, int]] = {}  # position → chunk → speculations that include it
+        self._counts: dict[int, dict[bytes, int]] = {}  # position → chunk → what keeps it there
         self._live: dict[SpeculativePrompt, None] = {}  # oldest first
         self._settled: deque[SpeculativePrompt] = deque()
         self._n_chunks = 0
@@ -72,11 +74,12 @@ class Overlay:
             self.forget(next(iter(self._live)))
         masks, counts = self._masks, self._counts.setdefault(position, {})
         bit = 1 << N_TIERS * position + Tier.HBM
-        for chunk in chunks:
+        for chunk in reversed(chunks):
             count = counts.get(chunk, 0)
             counts[chunk] = count + 1
-            if not count:
-                masks[chunk] = masks.get(chunk, 0) | bit
+            if count:
+                break
+            masks[chunk] = masks.get(chunk, 0) | bit
         speculation = SpeculativePrompt(self, position, chunks)
         self._live[speculation] = None
         self._n_chunks += len(chunks)
@@ -97,11 +100,11 @@ class Overlay:
         self._n_chunks -= len(speculation.chunks)
         masks, counts = self._masks, self._counts[speculation.position]
         bit = 1 << N_TIERS * speculation.position + Tier.HBM
-        for chunk in speculation.chunks:
+        for chunk in reversed(speculation.chunks):
             count = counts[chunk]
             if count > 1:
                 counts[chunk] = count - 1
-                continue
+                break
             del counts[chunk]
             if rest := masks[chunk] ^ bit:
                 masks[chunk] = rest
@@ -120,15 +123,9 @@ class Overlay:
         self._expire()
         if not self._masks:
             return masks
-        rest: Iterator[int] = iter(masks)
-        joined = []
-        for chunk, mask in zip(chunks, rest, strict=False):
-            speculated = self._masks.get(chunk)
-            if speculated is None:
-                joined.append(mask)
-                break
-            joined.append(mask | speculated)
-        return chain(joined, rest)
+        rest = iter(masks)
+        speculated = takewhile(bool, map(self._masks.get, chunks, repeat(0)))
+        return chain([mask | added for added, mask in zip(speculated, rest, strict=False)], rest)
 
     def _expire(self) -> None:
         settled = self._settled
