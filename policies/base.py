@@ -34,22 +34,68 @@ class Tier(IntEnum):
 N_TIERS: Final = len(Tier)
 
 
-@dataclass(slots=True)
 class Residency:
     """How much of one prompt each candidate holds, as an unbroken run from its beginning.
+
+    Small fleets are cheaper to go through as lists, large ones as arrays. A residency is built from either and gives
+    both: ``hits`` and ``tiers`` return lists, the attributes are arrays, made when they are first asked for.
 
     Attributes:
         hit_tokens: int64 ``[n]``, leading tokens held in any tier.
         by_tier: int64 ``[n, 4]``, the same tokens by the fastest tier that holds them; rows sum to ``hit_tokens``.
     """
 
+    __slots__ = ("_tiers", "by_tier", "hit_tokens")
+
     hit_tokens: Ints
     by_tier: Ints
+
+    def __init__(self, hit_tokens: Ints, by_tier: Ints) -> None:
+        self._tiers: list[list[int]] | None = None
+        self.hit_tokens = hit_tokens
+        self.by_tier = by_tier
+
+    @classmethod
+    def of_lists(cls, tiers: list[list[int]]) -> Residency:
+        """Build a residency from one list of tokens by tier per candidate, ``[n][4]``."""
+        residency = cls.__new__(cls)
+        residency._tiers = tiers
+        return residency
 
     @classmethod
     def none(cls, n: int) -> Residency:
         """Nobody holds anything: the residency of a lost index or of an unknown prompt."""
         return cls(np.zeros(n, np.int64), np.zeros((n, N_TIERS), np.int64))
+
+    def __getattr__(self, name: str) -> Ints:
+        if name not in ("hit_tokens", "by_tier"):
+            raise AttributeError(f"Residency has no attribute {name!r}")
+        self.by_tier = np.array(self._tiers, np.int64).reshape(-1, N_TIERS)
+        self.hit_tokens = self.by_tier.sum(1)
+        self._tiers = None  # arrays can be written to: from now on they alone count
+        return self.hit_tokens if name == "hit_tokens" else self.by_tier
+
+    def hits(self) -> list[int]:
+        """Return ``hit_tokens`` as a list."""
+        hits: list[int] = self.hit_tokens.tolist() if self._tiers is None else [sum(row) for row in self._tiers]
+        return hits
+
+    def tiers(self) -> list[list[int]]:
+        """Return ``by_tier`` as lists, not to be changed."""
+        tiers: list[list[int]] = self.by_tier.tolist() if self._tiers is None else self._tiers
+        return tiers
+
+    def hit(self, row: int) -> int:
+        """Return the leading tokens that one candidate holds."""
+        return int(self.hit_tokens[row]) if self._tiers is None else sum(self._tiers[row])
+
+    def in_hbm(self, row: int) -> int:
+        """Return those of them that lie in HBM."""
+        return int(self.by_tier[row, Tier.HBM]) if self._tiers is None else self._tiers[row][Tier.HBM]
+
+    def take(self, rows: Ints) -> Residency:
+        """Return the residency restricted to ``rows``."""
+        return Residency(self.hit_tokens[rows], self.by_tier[rows])
 
 
 @dataclass(slots=True)

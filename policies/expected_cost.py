@@ -31,7 +31,6 @@ from policies.base import (
     Decision,
     FleetView,
     Floats,
-    Ints,
     Residency,
     RoutingRequest,
     Tier,
@@ -123,28 +122,29 @@ class ExpectedCost:
         traffic = self._traffic_of(request.model, now)
         traffic.advance(fleet, now)
 
-        hits = residency.hit_tokens
-        longest = int(hits[hits.argmax()])
+        hits = residency.hits()
+        longest = max(hits)
         start = self._start(request, prompt, longest, traffic, now)
         if longest >= prompt:
-            hits = np.minimum(hits, prompt - 1)  # an engine always computes the last token
-        charged = hits
+            hits = [min(hit, prompt - 1) for hit in hits]  # an engine always computes the last token
+        charged: Sequence[float] = hits
         if self._params.replicate and start.met > len(fleet):
             # n prefills, one per worker, are shared by all the conversations that will start from this prefix
-            charged = hits + (1.0 - len(fleet) / start.met) * (longest - hits)
+            spared = 1.0 - len(fleet) / start.met
+            charged = [hit + spared * (longest - hit) for hit in hits]
 
         weigh = self._formula(prompt, now, start.fresh, traffic)
-        terms = _evaluate(weigh, fleet, charged, residency.by_tier, traffic.turnover)
+        terms = _evaluate(weigh, fleet, charged, residency, traffic.turnover)
         over = self._over(terms, prompt, fleet)
         row, reason = self._choose(terms, over, start, fleet)
 
-        hit = int(hits[row])
+        hit = hits[row]
         work_s = terms.work[row]
         if charged is not hits:
             a, b, c = fleet.state[A : C + 1, row].tolist()
-            granted = float(charged[row])
+            granted = charged[row]
             work_s += prefill_seconds(prompt - hit, hit, a, b, c) - prefill_seconds(prompt - granted, granted, a, b, c)
-        taken_in = prompt - min(hit, int(residency.by_tier[row, Tier.HBM]))
+        taken_in = prompt - min(hit, residency.in_hbm(row))
         traffic.decided(row, start.fresh, taken_in, work_s, float(fleet.state[CAPACITY, row]))
         return Decision(
             row,
@@ -152,7 +152,7 @@ class ExpectedCost:
             terms.wait[row] + work_s,
             reason or ("hit" if hit else "load"),
             terms.cost,
-            partial(_explain, terms, over, prompt, hits, residency.by_tier, fleet.names, start.key),
+            partial(_explain, terms, over, prompt, hits, residency, fleet.names, start.key),
         )
 
     def _traffic_of(self, model: str, now: float) -> Traffic:
@@ -221,23 +221,33 @@ class ExpectedCost:
         return near[0] if len(near) == 1 else ring_of(tuple(fleet.names)).first(start.key, near), ""
 
 
-def _evaluate(weigh: _Formula, fleet: FleetView, hits: Ints | Floats, by_tier: Ints, turnover: Floats) -> _Terms:
+def _evaluate(
+    weigh: _Formula, fleet: FleetView, hits: Sequence[float], residency: Residency, turnover: Floats
+) -> _Terms:
     if len(fleet) > SMALL_FLEET:
-        return _Terms(*[term.tolist() for term in weigh(fleet.state, hits, by_tier.T, turnover)])
-    candidates = zip(fleet.state.T.tolist(), hits.tolist(), by_tier.tolist(), turnover.tolist(), strict=True)
+        terms = weigh(fleet.state, np.array(hits), residency.by_tier.T, turnover)
+        return _Terms(*[term.tolist() for term in terms])
+    candidates = zip(fleet.state.T.tolist(), hits, residency.tiers(), turnover.tolist(), strict=True)
     return _Terms(*zip(*[weigh(*candidate) for candidate in candidates], strict=True))
 
 
 def _explain(
-    terms: _Terms, over: Collection[int], prompt: int, hits: Ints, by_tier: Ints, names: Sequence[str], key: bytes
+    terms: _Terms,
+    over: Collection[int],
+    prompt: int,
+    hits: Sequence[int],
+    residency: Residency,
+    names: Sequence[str],
+    key: bytes,
 ) -> Breakdown:
     """Return the terms of every candidate; ``ring`` is its position on the way of the request's key, from 0."""
+    tiers = residency.tiers()
     ring = {row: position for position, row in enumerate(ring_of(tuple(names)).walk(key))}
     return [
         {
-            "hit_tokens": int(hits[row]),
-            **{f"{tier.name.lower()}_tokens": int(by_tier[row, tier]) for tier in Tier},
-            "uncached_tokens": prompt - int(hits[row]),
+            "hit_tokens": hits[row],
+            **{f"{tier.name.lower()}_tokens": tiers[row][tier] for tier in Tier},
+            "uncached_tokens": prompt - hits[row],
             "wait_s": terms.wait[row],
             "work_s": terms.work[row],
             "pi": terms.pi[row],

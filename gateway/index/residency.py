@@ -19,6 +19,8 @@ _LOWER_TIERS: Final = EVERY_TIER ^ (1 << Tier.HBM)
 _SUM_OF_TIERS: Final = np.ones(N_TIERS, np.int64)
 _FEW_BITS: Final = 12
 """Up to so many bits are cheaper to visit one by one than to unpack into an array (2 to 20 µs, by width)."""
+_FEW_ROWS: Final = 24
+"""Up to so many rows are cheaper to return as lists than as arrays."""
 
 
 def all_tiers(position: int) -> int:
@@ -33,12 +35,13 @@ class Rows:
         positions: one position per row; -1 for a worker that holds nothing.
     """
 
-    __slots__ = ("row_of", "wanted", "zeros")
+    __slots__ = ("row_of", "starts", "wanted", "zeros")
 
     def __init__(self, positions: Sequence[int]) -> None:
         width = max(positions, default=-1) + 1
         # One position more than there are: it holds nothing, and so is what -1 reads.
         self.row_of = np.array([width if position < 0 else position for position in positions], np.int64)
+        self.starts = (N_TIERS * self.row_of).tolist() if len(positions) <= _FEW_ROWS else None
         self.zeros = bytes(8 * N_TIERS * (width + 1))
         wanted = np.zeros(N_TIERS * (width + 1), np.uint8)
         wanted[N_TIERS * self.row_of] = 1
@@ -114,6 +117,9 @@ def leading_runs(masks: Iterable[int], rows: Rows, chunk_tokens: int) -> Residen
                     break
         seen += 1
     _credit(tokens, fastest, seen * chunk_tokens)
+    if rows.starts is not None:
+        every = tokens.tolist()
+        return Residency.of_lists([every[start : start + N_TIERS] for start in rows.starts])
     by_tier = np.frombuffer(tokens, np.int64).reshape(-1, N_TIERS).take(rows.row_of, 0)
     return Residency(by_tier @ _SUM_OF_TIERS, by_tier)
 
