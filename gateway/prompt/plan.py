@@ -75,7 +75,7 @@ def _recipe(parts: list[str | Compute]) -> Recipe:
         case [str(constant)]:
             return constant
         case [str(before), compute, str(after)] if not isinstance(compute, str):  # a message, usually
-            return lambda leaves: before + compute(leaves) + after
+            return lambda leaves: f"{before}{compute(leaves)}{after}"
     return lambda leaves: computed(parts, leaves)
 
 
