@@ -77,7 +77,7 @@ class Residency:
 
     def hits(self) -> list[int]:
         """Return ``hit_tokens`` as a list."""
-        hits: list[int] = self.hit_tokens.tolist() if self._tiers is None else [sum(row) for row in self._tiers]
+        hits: list[int] = self.hit_tokens.tolist() if self._tiers is None else list(map(sum, self._tiers))
         return hits
 
     def tiers(self) -> list[list[int]]:

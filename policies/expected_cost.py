@@ -145,7 +145,7 @@ class ExpectedCost:
             granted = charged[row]
             work_s += prefill_seconds(prompt - hit, hit, a, b, c) - prefill_seconds(prompt - granted, granted, a, b, c)
         taken_in = prompt - min(hit, residency.in_hbm(row))
-        traffic.decided(row, start.fresh, taken_in, work_s, float(fleet.state[CAPACITY, row]))
+        traffic.decided(row, start.fresh, taken_in, work_s, fleet.state.item(CAPACITY, row))
         return Decision(
             row,
             hit,
@@ -209,13 +209,12 @@ class ExpectedCost:
         limit = min(costs)
         if start.fresh:
             limit += self._params.ring_slack * min(terms.work)
-        elif costs.count(limit) == 1:
-            return costs.index(limit), ""
         near = [row for row, cost in enumerate(costs) if cost <= limit]
+        if len(near) == 1:
+            return near[0], ""
         running = fleet.state[RUNNING].tolist()
         if start.fresh:
-            row = ring_of(tuple(fleet.names)).bounded(start.key, running, self._params.load_factor, near)
-            return row, "ring" if len(near) > 1 else ""
+            return ring_of(tuple(fleet.names)).bounded(start.key, running, self._params.load_factor, near), "ring"
         least = min([(terms.wait[row], running[row]) for row in near])
         near = [row for row in near if (terms.wait[row], running[row]) == least]
         return near[0] if len(near) == 1 else ring_of(tuple(fleet.names)).first(start.key, near), ""
@@ -227,8 +226,8 @@ def _evaluate(
     if len(fleet) > SMALL_FLEET:
         terms = weigh(fleet.state, np.array(hits), residency.by_tier.T, turnover)
         return _Terms(*[term.tolist() for term in terms])
-    candidates = zip(fleet.state.T.tolist(), hits, residency.tiers(), turnover.tolist(), strict=True)
-    return _Terms(*zip(*[weigh(*candidate) for candidate in candidates], strict=True))
+    scores = map(weigh, fleet.state.T.tolist(), hits, residency.tiers(), turnover.tolist())
+    return _Terms(*zip(*scores, strict=True))
 
 
 def _explain(
