@@ -74,7 +74,7 @@ class Answer:
     def announce(self, head: ResponseHead) -> None:
         """Note a worker's head, which is not sent before ``begin``; a later worker's replaces it."""
         self._head = head
-        self.usage = UsageReader() if head.may_report_usage else None
+        self.usage = UsageReader() if head.is_readable else None
 
     def read(self, payload: bytes) -> None:
         """Look at a piece of the body."""

@@ -11,6 +11,7 @@ socket is not read, and only then a leaving client is noticed late.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
 from time import monotonic
@@ -34,6 +35,7 @@ MAX_PIPELINED: Final = 16
 LINGER_S: Final = 2.0
 """How long a refused client may go on sending, unread, before its connection is closed."""
 
+_MODELS: Final = re.compile(rb"/v1/models(?:[/?]|$)")
 _ENGINE_PATHS: Final = frozenset(
     {b"/classify", b"/detokenize", b"/invocations", b"/pooling", b"/rerank", b"/score", b"/tokenize", b"/v2/rerank"}
 )
@@ -45,10 +47,9 @@ _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 s
 
 def is_relayed(target: bytes) -> bool:
     """Return whether a request target is for the workers rather than for the app."""
-    path = target.partition(b"?")[0]
-    if path.startswith(b"/v1/"):
-        return path != b"/v1/models" and not path.startswith(b"/v1/models/")
-    return path in _ENGINE_PATHS
+    if target.startswith(b"/v1/"):
+        return not _MODELS.match(target)
+    return target.partition(b"?")[0] in _ENGINE_PATHS
 
 
 def make_protocol(services: Services) -> type[RelayProtocol]:
@@ -138,7 +139,8 @@ class RelayProtocol(HttpToolsProtocol):
         """Parse what arrived; a request that is complete with it is started from ``on_message_complete``."""
         if self._deaf:
             return
-        self._unset_keepalive_if_required()
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
         if not self._head_bytes:
             self._quiet_since = monotonic()
         received = len(data)
@@ -369,7 +371,7 @@ class RelayProtocol(HttpToolsProtocol):
             self._end()
         elif self.flow.write_paused:
             self._between_exchanges = True
-        else:
+        elif self.pipeline or self._incoming is not None:
             self._start_next()
 
     def _end(self) -> None:

@@ -8,7 +8,6 @@ is refused here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from enum import Enum
 from random import getrandbits
 from typing import Final
@@ -70,11 +69,17 @@ class RequestHead(msgspec.Struct):
 
     def for_worker(self, host: bytes, body_length: int) -> bytes:
         """Return the head to send to the worker at ``host``, with a body of ``body_length`` bytes."""
-        lines = [self.method, b" ", self.target, b" HTTP/1.1\r\nhost: ", host, b"\r\n", self.fields]
+        length = b""
         if body_length or self.content_length is None or self.method in (b"POST", b"PUT", b"PATCH"):
-            lines.append(b"content-length: %d\r\n" % body_length)
-        lines += (b"x-request-id: ", self.request_id.encode(), b"\r\n\r\n")
-        return b"".join(lines)
+            length = b"content-length: %d\r\n" % body_length
+        return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%bx-request-id: %b\r\n\r\n" % (
+            self.method,
+            self.target,
+            host,
+            self.fields,
+            length,
+            self.request_id.encode(),
+        )
 
 
 def read_request_head(
@@ -100,24 +105,25 @@ def read_request_head(
         elif not name.startswith(_INTERNAL):
             kept += (name, b": ", value, b"\r\n")
     http10 = version == "1.0"
-    if nominated := _nominated(read.get(b"connection")):
+    connection = read.get(b"connection")
+    if connection is not None and (nominated := _nominated(connection)):
         kept = [b"%b: %b\r\n" % header for header in headers if _passes_on(header[0], nominated)]
     content_length: int | None = int(read.get(b"content-length", 0))
     if (coding := read.get(b"transfer-encoding")) is not None:
         _check_transfer_coding(coding, http10)
         content_length = None
     _check_host(read.get(b"host"), version)
-    request_id = read.get(b"x-request-id", b"").strip()
+    request_id = read.get(b"x-request-id")
     return RequestHead(
         method=method,
         target=target,
         path=_path(target),
         fields=b"".join(kept),
         content_length=content_length,
-        request_id=request_id.decode("ascii") if _REQUEST_ID.fullmatch(request_id) else new_request_id(),
+        request_id=new_request_id() if request_id is None else _safe_request_id(request_id),
         keep_alive=keep_alive and not http10,
         http10=http10,
-        expects_continue=not http10 and read.get(b"expect", b"").strip().lower() == b"100-continue",
+        expects_continue=b"expect" in read and not http10 and read[b"expect"].strip().lower() == b"100-continue",
     )
 
 
@@ -126,14 +132,18 @@ def new_request_id() -> str:
     return f"{getrandbits(128):032x}"
 
 
+def _safe_request_id(value: bytes) -> str:
+    """Return a client's id, or a new one where it could hurt a log or a header."""
+    value = value.strip()
+    return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else new_request_id()
+
+
 def _passes_on(name: bytes, nominated: set[bytes]) -> bool:
     return name not in _READ_FROM_REQUEST and name not in nominated and not name.startswith(_INTERNAL)
 
 
-def _nominated(connection: bytes | None) -> set[bytes]:
+def _nominated(connection: bytes) -> set[bytes]:
     """Return the headers that ``Connection`` declares to be for the next hop only."""
-    if connection is None:
-        return set()
     return {token.strip().lower() for token in connection.split(b",")} - {b"keep-alive", b"close", b"upgrade", b""}
 
 
@@ -194,33 +204,23 @@ class ResponseHead(msgspec.Struct):
     Attributes:
         status: HTTP status.
         raw: the head's bytes, up to and including the empty line.
-        fields: values by lower-case name; of repeated headers the last.
+        fields: values by name, both in lower case, blanks around values included; of repeated headers the last.
         framing: how the body ends.
+        is_event_stream: the body is an SSE stream that can be read in passing.
+        is_readable: the same, or JSON.
     """
 
     status: int
     raw: bytes
     fields: dict[bytes, bytes]
     framing: Framing
-
-    @property
-    def is_event_stream(self) -> bool:
-        """Whether the body is a readable SSE stream."""
-        content_type = self.fields.get(b"content-type", b"")
-        return content_type.lower().startswith(b"text/event-stream") and b"content-encoding" not in self.fields
-
-    @property
-    def may_report_usage(self) -> bool:
-        """Whether the body is JSON or an event stream that can be read in passing."""
-        content_type = self.fields.get(b"content-type", b"").lower()
-        return content_type.startswith((b"application/json", b"text/event-stream")) and (
-            b"content-encoding" not in self.fields
-        )
+    is_event_stream: bool
+    is_readable: bool
 
     @property
     def retry_after_s(self) -> float:
         """``Retry-After`` in seconds; 0 where it is absent or a date."""
-        value = self.fields.get(b"retry-after", b"")
+        value = self.fields.get(b"retry-after", b"").strip()
         return float(value) if value.isdigit() else 0.0
 
     def for_client(self, added: bytes, dechunked: bool = False) -> bytes:
@@ -233,7 +233,7 @@ class ResponseHead(msgspec.Struct):
         dropped = _DROPPED_FROM_RESPONSE | {b"transfer-encoding", b"trailer"} if dechunked else _DROPPED_FROM_RESPONSE
         if dropped.isdisjoint(self.fields):
             return b"".join((b"HTTP/1.1", self.raw[8:-2], added, b"\r\n"))
-        dropped |= _nominated(self.fields.get(b"connection"))
+        dropped |= _nominated(self.fields.get(b"connection", b""))
         status_line, *lines = self.raw[:-4].split(b"\r\n")
         kept = [line for line in lines if line.partition(b":")[0].lower() not in dropped]
         return b"\r\n".join((b"HTTP/1.1" + status_line[8:], *kept, added + b"\r\n"))
@@ -247,21 +247,16 @@ def read_response_head(raw: bytes, status: int, to_head_request: bool) -> Respon
         status: its status.
         to_head_request: it answers a HEAD request, so no body follows whatever it announces.
     """
-    lines = iter(raw[:-4].split(b"\r\n"))
-    next(lines)
-    fields = _fields(lines)
+    lines = raw[:-4].lower().split(b"\r\n")
+    fields = dict([line.split(b":", 1) for line in lines[1:]])
     if to_head_request or status in (204, 304):
         framing = Framing.NONE
     elif (coding := fields.get(b"transfer-encoding")) is not None:
-        framing = Framing.CHUNKED if coding.lower().endswith(b"chunked") else Framing.UNTIL_CLOSE
+        framing = Framing.CHUNKED if coding.rstrip().endswith(b"chunked") else Framing.UNTIL_CLOSE
     else:
         framing = Framing.LENGTH if b"content-length" in fields else Framing.UNTIL_CLOSE
-    return ResponseHead(status, raw, fields, framing)
-
-
-def _fields(lines: Iterable[bytes]) -> dict[bytes, bytes]:
-    fields = {}
-    for line in lines:
-        name, _, value = line.partition(b":")
-        fields[name.lower()] = value.strip()
-    return fields
+    content_type = fields.get(b"content-type", b"").lstrip()
+    plain = b"content-encoding" not in fields
+    is_event_stream = plain and content_type.startswith(b"text/event-stream")
+    is_readable = is_event_stream or (plain and content_type.startswith(b"application/json"))
+    return ResponseHead(status, raw, fields, framing, is_event_stream, is_readable)

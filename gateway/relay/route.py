@@ -6,7 +6,6 @@ be known (no tokens, no index, a policy that fails) makes the choice poorer, nev
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Collection, Sequence
 from itertools import count
@@ -24,8 +23,6 @@ from gateway.index.base import Speculation
 from gateway.prompt.request import parse_request
 from gateway.relay.services import Services
 from policies.base import COLUMNS, Decision, FleetView, Residency, RoutingRequest
-
-log = logging.getLogger("kvway.relay")
 
 PROMPT_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Requests whose prompt is read and whose worker is chosen by what it has cached."""
@@ -115,7 +112,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
     except GatewayError:
         raise
     except Exception:
-        log.exception("a prompt could not be prepared; its request goes by load")
+        services.complain("a prompt could not be prepared; its request goes by load")
         tokens, chunks = int(len(body) / config.bytes_per_token), []
     routing_request = RoutingRequest(
         model=candidates.model,
@@ -157,11 +154,11 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
     if tried and (rows := [row for row, worker in enumerate(workers) if worker not in tried]):
         workers = [workers[row] for row in rows]
         fleet = fleet.take(np.array(rows), next(_subset_versions))
-        residency = Residency(residency.hit_tokens[rows], residency.by_tier[rows])
+        residency = residency.take(np.array(rows))
     now = monotonic()
     services.ledger.advance(now)
     decision = _decide(services, plan.request, fleet, residency, now)
-    hit_tokens = min(int(residency.hit_tokens[decision.worker]), plan.request.prompt_tokens)
+    hit_tokens = min(residency.hit(decision.worker), plan.request.prompt_tokens)
     return _count(services, plan, workers[decision.worker], hit_tokens, decision.reason, now)
 
 
@@ -199,7 +196,7 @@ def _decide(
     try:
         return services.policy.decide(request, fleet, residency, now)
     except Exception:
-        log.exception("policy %r failed; the request goes by load", services.policy.name)
+        services.complain("policy %r failed; requests go by load", services.policy.name)
         return Decision(int(np.argmin(fleet.running)), reason="policy_failed")
 
 

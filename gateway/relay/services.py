@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
+from time import monotonic
+from typing import Final
 
 from gateway.config import AnswerTimeouts, Config
 from gateway.fleet.health import Health
@@ -17,6 +20,10 @@ from gateway.relay.sweeper import Sweeper
 from gateway.relay.upstream import UpstreamPool
 from gateway.sharing.news import Outbox
 from policies.base import Policy
+
+log = logging.getLogger("kvway.relay")
+
+_COMPLAINT_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -39,11 +46,19 @@ class Services:
     outbox: Outbox | None = None
     budget: RetryBudget = field(init=False)
     sweeper: Sweeper = field(init=False)
+    _complained_at: dict[str, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = RetryBudget(self.config.retries)
         self.sweeper = Sweeper(self.upstream)
         self.registry.on_change(self._on_change)
+
+    def complain(self, message: str, *values: object) -> None:
+        """Log the exception being handled, each message once in ten seconds: such faults may strike every request."""
+        now = monotonic()
+        if now - self._complained_at.get(message, -_COMPLAINT_S) >= _COMPLAINT_S:
+            self._complained_at[message] = now
+            log.exception(message, *values)
 
     def timeouts_for(self, model: str) -> AnswerTimeouts:
         """Return a model's own timeouts, else those for all."""

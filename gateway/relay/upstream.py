@@ -242,7 +242,8 @@ class Upstream(asyncio.Protocol):
 
     def _finish(self, receiver: Receiver) -> None:
         self._receiver = None
-        self.resume()
+        if self._paused:
+            self.resume()
         # A worker that answered before it had read the whole request would take the rest for the next one.
         if self._keep_alive and not self.transport.is_closing() and not self.transport.get_write_buffer_size():
             self._begin_response()

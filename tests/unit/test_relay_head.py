@@ -213,10 +213,10 @@ def test_event_streams_are_recognised_unless_they_are_compressed() -> None:
 
 
 def test_usage_is_looked_for_in_readable_json_and_event_streams() -> None:
-    assert response(b"Content-Type: application/json").may_report_usage
-    assert response(b"Content-Type: text/event-stream").may_report_usage
-    assert not response(b"Content-Type: audio/mpeg").may_report_usage
-    assert not response(b"Content-Type: application/json", b"Content-Encoding: br").may_report_usage
+    assert response(b"Content-Type: application/json").is_readable
+    assert response(b"Content-Type: text/event-stream").is_readable
+    assert not response(b"Content-Type: audio/mpeg").is_readable
+    assert not response(b"Content-Type: application/json", b"Content-Encoding: br").is_readable
 
 
 def test_retry_after_is_read_in_seconds() -> None:
