@@ -4,9 +4,8 @@
     ├── BadRequest            400  the request cannot be understood
     │   ├── TooLarge          413  a configured limit was exceeded; the message names it
     │   │   └── HeadTooLarge  431
-    │   └── UnknownModel      404
-    ├── Unauthorized          401
-    ├── Saturated             429  with Retry-After
+    │   └── NotFound          404
+    │       └── UnknownModel
     ├── NoWorker              503  with Retry-After
     └── UpstreamError         502  the worker failed before its first byte
         └── UpstreamTimeout   504
@@ -67,27 +66,17 @@ class HeadTooLarge(TooLarge):
     status = 431
 
 
-class UnknownModel(BadRequest):
-    """404: no worker serves this model."""
+class NotFound(BadRequest):
+    """404: there is nothing of this name."""
 
     status = 404
+    code = "not_found"
+
+
+class UnknownModel(NotFound):
+    """404: no worker serves this model."""
+
     code = "model_not_found"
-
-
-class Unauthorized(GatewayError):
-    """401: a key is required, or the one given is not valid."""
-
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
-
-
-class Saturated(GatewayError):
-    """429: every worker is full; try again later."""
-
-    status = 429
-    type = "rate_limit_error"
-    code = "saturated"
 
 
 class NoWorker(GatewayError):

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from gateway.admin.explain import explain
 from gateway.admin.public import install_error_handlers
-from gateway.errors import BadRequest
+from gateway.errors import NotFound
 from gateway.fleet.registry import State, Worker
 from gateway.observe.exposition import CONTENT_TYPE
 from policies.base import COLUMNS
@@ -69,7 +69,7 @@ def admin_app(gateway: Gateway) -> FastAPI:
 def _find(gateway: Gateway, name: str) -> Worker:
     worker = gateway.registry.workers.get(name)
     if worker is None:
-        raise BadRequest(f"There is no worker {name!r}; workers: {', '.join(gateway.registry.workers) or 'none'}.")
+        raise NotFound(f"There is no worker {name!r}; workers: {', '.join(gateway.registry.workers) or 'none'}.")
     return worker
 
 

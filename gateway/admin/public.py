@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from gateway.errors import BadRequest, GatewayError, UnknownModel
+from gateway.errors import BadRequest, GatewayError, NotFound, UnknownModel
 from gateway.fleet.models import merged_models
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(404)
     async def on_unknown_path(request: Request, _: Exception) -> Response:
-        error = BadRequest(f"There is nothing at {request.url.path}. Inference is under /v1/.")
-        return Response(error.body(), 404, media_type="application/json")
+        error = NotFound(f"There is nothing at {request.url.path}. Inference is under /v1/.")
+        return Response(error.body(), error.status, media_type="application/json")
 
     @app.exception_handler(405)
     async def on_wrong_method(request: Request, _: Exception) -> Response:
