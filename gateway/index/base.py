@@ -62,7 +62,7 @@ class ChunkIndex(Protocol):
 
         Args:
             slot: an acquired slot; what is said of any other is ignored.
-            chunks: chunk hashes of one chain, in any order.
+            chunks: chunk hashes of one chain; in its order is best, any will do.
             tier: where they lie.
             root: the chain's first chunk; None: it is ``chunks[0]``.
         """
@@ -73,7 +73,7 @@ class ChunkIndex(Protocol):
 
         Args:
             slot: as for ``store``.
-            chunks: chunk hashes of one chain, in any order: one call per chain.
+            chunks: chunk hashes of one chain; in its order is best, any will do. One call per chain.
             tier: where they lay.
             root: the chain's first chunk; None: it is ``chunks[0]``.
         """

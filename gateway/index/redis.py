@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
 from time import monotonic
 
 from gateway.config import IndexConfig
@@ -132,24 +131,24 @@ class RedisIndex:
         await self._publisher.stop()
         await self._store.close()
 
-    async def _ask(self, chunks: Sequence[bytes]) -> Iterable[int]:
+    async def _ask(self, chunks: Sequence[bytes]) -> Iterable[tuple[int, int]]:
         counters = self._publisher.counters
         if not self._publisher.up.is_set():
             counters.skipped += 1
-            return repeat(0, len(chunks))
+            return ()
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._store.read(chunks, chunks[0])
         except UNREACHABLE as error:
             counters.timeouts += isinstance(error, TimeoutError)
             self._publisher.failed(error)
-            return repeat(0, len(chunks))
+            return ()
 
     def _number_among_others(self, slot: int) -> int:
         return -1 if slot >= FIRST_PRIVATE_SLOT or self._publisher.owns(slot) else slot
 
-    def _lost(self, slot: int, key: bytes) -> None:
-        self._publisher.mark(slot, (key,))
+    def _lost(self, slot: int, keys: Sequence[bytes]) -> None:
+        self._publisher.mark(slot, keys)
 
     def _closed(self, slot: int) -> None:
         self._publisher.leave(slot)

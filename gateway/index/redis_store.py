@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Final, cast
 
 import hiredis
@@ -153,8 +154,8 @@ class RedisStore:
         self._slots_ttl_ms = 2 * self._chunk_ttl_ms + int(LEASE_S * 1000)
         self._use(0)
 
-    async def read(self, chunks: Sequence[bytes], root: bytes) -> Iterator[int]:
-        """Return one mask per chunk; equal neighbours are one and the same int. Waits as long as the caller lets it."""
+    async def read(self, chunks: Sequence[bytes], root: bytes) -> Iterator[tuple[int, int]]:
+        """Return the masks as (mask, number of chunks that have it). Waits as long as the caller lets it."""
         values = await self._redis.mget(tagged(chunks, root, self._prefix))
         return _masks(cast("list[bytes | None]", values))
 
@@ -230,9 +231,6 @@ class RedisStore:
             return await cast("Any", self._redis.eval(script, len(keys), *keys, *args))
 
 
-def _masks(values: Iterable[bytes | None]) -> Iterator[int]:
-    previous, mask = None, 0
-    for value in values:
-        if value != previous:
-            previous, mask = value, int.from_bytes(value or b"", "little")
-        yield mask
+def _masks(values: Iterable[bytes | None]) -> Iterator[tuple[int, int]]:
+    for value, same in groupby(values):
+        yield int.from_bytes(value or b"", "little"), len(list(same))

@@ -1,4 +1,4 @@
-"""From one mask per chunk to how much of a prompt each worker holds.
+"""From the masks of a prompt's chunks to how much of it each worker holds.
 
 A *mask* is an int with four bits per position, one per tier: bit ``4·position + tier`` is set if whoever sits at
 ``position`` (a slot, or a table's column) holds the chunk in ``tier``.
@@ -74,14 +74,15 @@ class RowCache:
         self._rows.clear()
 
 
-def leading_runs(masks: Iterable[int], rows: Rows, chunk_tokens: int) -> Residency:
+def leading_runs(masks: Iterable[tuple[int, int]], rows: Rows, chunk_tokens: int) -> Residency:
     """Return the leading run that each row holds, by the fastest tier of each chunk.
 
-    A run may change tier from chunk to chunk; it ends at the first chunk held in no tier. Costs one comparison per
-    chunk while neighbouring chunks have the same holders, and some operations on whole masks where they differ.
+    A run may change tier from chunk to chunk; it ends at the first chunk held in no tier. The cost follows the number
+    of times that the holders change along the prompt, not its length nor, but for the width of a mask, the fleet's.
 
     Args:
-        masks: one mask per chunk, in order; read only as far as somebody's run goes.
+        masks: the chunks' masks in order, as (mask, number of chunks that have it); read only as far as somebody's
+            run goes.
         rows: the rows of the result.
         chunk_tokens: tokens per chunk.
     """
@@ -92,34 +93,30 @@ def leading_runs(masks: Iterable[int], rows: Rows, chunk_tokens: int) -> Residen
     # of the tier which counts. Whoever leaves a tier after k chunks is credited k there, whoever enters it is debited
     # k: so a run is paid for only where it changes. Before the first chunk all are said to be in HBM, for nothing.
     running = fastest = rows.wanted
-    previous = None
     seen = 0
-    for mask in masks:
-        if mask is not previous:
-            previous = mask
-            held = mask & running  # in HBM
-            if held != fastest:
-                missing = running ^ held
-                lower = mask & missing * _LOWER_TIERS
-                if lower:
-                    for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
-                        found = lower >> tier & missing
-                        held |= found << tier
-                        missing ^= found
-                running ^= missing
-                changed = held ^ fastest
-                if seen:
-                    _credit(tokens, changed & fastest, seen * chunk_tokens)
-                    if entered := changed & held:
-                        _credit(tokens, entered, -seen * chunk_tokens)
-                fastest = held
-                if not running:
-                    break
-        seen += 1
-    _credit(tokens, fastest, seen * chunk_tokens)
+    for mask, length in masks:
+        held = mask & running  # in HBM
+        if held != fastest:
+            missing = running ^ held
+            lower = mask & missing * _LOWER_TIERS
+            if lower:
+                for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
+                    found = lower >> tier & missing
+                    held |= found << tier
+                    missing ^= found
+            running ^= missing
+            changed = held ^ fastest
+            if seen:
+                _credit(tokens, changed & fastest, seen)
+                if entered := changed & held:
+                    _credit(tokens, entered, -seen)
+            fastest = held
+            if not running:
+                break
+        seen += length * chunk_tokens
+    _credit(tokens, fastest, seen)
     if rows.starts is not None:
-        every = tokens.tolist()
-        return Residency.of_lists([every[start : start + N_TIERS] for start in rows.starts])
+        return Residency.of_lists([tokens[start : start + N_TIERS].tolist() for start in rows.starts])
     by_tier = np.frombuffer(tokens, np.int64).reshape(-1, N_TIERS).take(rows.row_of, 0)
     return Residency(by_tier @ _SUM_OF_TIERS, by_tier)
 

@@ -7,8 +7,8 @@ a worker that will hold it in a moment.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat, takewhile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby, repeat, takewhile
 from math import inf
 from time import monotonic
 from typing import Final
@@ -118,14 +118,12 @@ class Overlay:
         for speculation in [one for one in self._live if one.position == position]:
             self.forget(speculation)
 
-    def over(self, masks: Iterable[int], chunks: Sequence[bytes]) -> Iterable[int]:
-        """Return ``masks`` with the speculations on ``chunks`` laid over them."""
+    def over(self, masks: Iterable[tuple[int, int]], chunks: Sequence[bytes]) -> Iterable[tuple[int, int]]:
+        """Return the masks of ``chunks``, as ``leading_runs`` takes them, with the speculations laid over them."""
         self._expire()
-        if not self._masks:
+        if not chunks or chunks[0] not in self._masks:
             return masks
-        rest = iter(masks)
-        speculated = takewhile(bool, map(self._masks.get, chunks, repeat(0)))
-        return chain([mask | added for added, mask in zip(speculated, rest, strict=False)], rest)
+        return _laid_over(iter(masks), takewhile(bool, map(self._masks.get, chunks, repeat(0))))
 
     def _expire(self) -> None:
         settled = self._settled
@@ -133,3 +131,19 @@ class Overlay:
             now = self._clock()
             while settled and settled[0].forget_at <= now:
                 self.forget(settled.popleft())
+
+
+def _laid_over(masks: Iterator[tuple[int, int]], speculated: Iterable[int]) -> Iterator[tuple[int, int]]:
+    mask = left = 0
+    for added, same in groupby(speculated):
+        n = len(list(same))
+        while n:
+            if not left:
+                mask, left = next(masks, (0, n))
+            length = min(n, left)
+            yield mask | added, length
+            n -= length
+            left -= length
+    if left:
+        yield mask, left
+    yield from masks

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import groupby
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -40,7 +42,8 @@ _MASKS = st.lists(
 @example([0b0001, 0b0010, 0b1100, 0b0011], [0], 16)
 @example([int("1" * WIDTH, 16), int("2" * WIDTH, 16), int("1" * 5, 16)], list(range(WIDTH)), 1)
 def test_leading_runs_are_those_of_the_definition(masks: list[int], positions: list[int], chunk_tokens: int) -> None:
-    residency = leading_runs(masks, Rows(positions), chunk_tokens)
+    residency = leading_runs(((mask, 1) for mask in masks), Rows(positions), chunk_tokens)
+    together = leading_runs(((mask, len(list(same))) for mask, same in groupby(masks)), Rows(positions), chunk_tokens)
     expected = naive(masks, positions, chunk_tokens)
-    assert residency.by_tier.tolist() == expected
+    assert residency.by_tier.tolist() == together.by_tier.tolist() == expected
     assert residency.hit_tokens.tolist() == [sum(row) for row in expected]

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.index.runs import RunTable
+from tests.residency import prompt
+
+
+@pytest.fixture
+def table() -> RunTable:
+    return RunTable(10_000, lambda _chunks, _mask: None)
+
+
+def test_what_was_stored_together_is_looked_up_together(table: RunTable) -> None:
+    chunks = prompt(60)
+    table.set(chunks, 1)
+    assert list(table.masks(chunks)) == [(1, 60)]
+
+
+def test_what_one_worker_stores_bit_by_bit_is_looked_up_together(table: RunTable) -> None:
+    ours, theirs = prompt(60), prompt(60, seed=1)
+    for chunk, other in zip(ours, theirs, strict=True):
+        table.set([chunk], 1)
+        table.set([other], 2)
+    assert list(table.masks(ours)) == [(1, 60)]
+    assert list(table.masks(theirs)) == [(2, 60)]
+
+
+def test_a_second_holder_of_the_beginning_parts_the_run_there(table: RunTable) -> None:
+    chunks = prompt(60)
+    table.set(chunks, 1)
+    for chunk in chunks[:20]:
+        table.set([chunk], 2)
+    assert list(table.masks(chunks)) == [(3, 20), (1, 40)]
+
+
+def test_what_one_holder_evicts_from_the_end_is_still_looked_up_together(table: RunTable) -> None:
+    chunks = prompt(60)
+    table.set(chunks, 3)
+    for chunk in reversed(chunks[20:]):
+        table.clear([chunk], 2)
+    assert list(table.masks(chunks)) == [(3, 20), (1, 40)]
+
+
+def test_a_prompt_that_parts_from_a_run_shares_it_up_to_there(table: RunTable) -> None:
+    chunks = prompt(60)
+    table.set(chunks, 1)
+    assert list(table.masks([*chunks[:25], *prompt(2, seed=1)])) == [(1, 25), (0, 1), (0, 1)]
+    assert list(table.masks(chunks[:10])) == [(1, 10)]
+
+
+def test_long_prompts_are_several_runs(table: RunTable) -> None:
+    chunks = prompt(512)
+    table.set(chunks, 1)
+    assert sum(length for _, length in table.masks(chunks)) == 512
+    assert len(list(table.masks(chunks))) == 8
