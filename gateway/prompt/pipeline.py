@@ -18,8 +18,9 @@ from gateway.prompt.chat import template_variables
 from gateway.prompt.conversation import Outline, Unreadable, outline
 from gateway.prompt.engine import EngineError, EngineTokenizer
 from gateway.prompt.model import Model, load_models
+from gateway.prompt.plan import Pieces
 from gateway.prompt.renderer import ChatRenderer
-from gateway.prompt.request import ChatRequest, CompletionRequest, InferenceRequest
+from gateway.prompt.request import ChatRequest, CompletionRequest, InferenceRequest, KnownMessages, parse_request
 from gateway.prompt.segments import Segment
 from gateway.prompt.template import TemplateError
 from gateway.prompt.tokenizer import pack
@@ -67,7 +68,8 @@ class PromptPipeline:
         self._config = config
         self._executor = ThreadPoolExecutor(2, "kvway-prompt")
         hasher = ChunkHasher(settings.chunk_tokens, settings.hash_seed)
-        share = settings.segment_cache_bytes // 4
+        share = settings.segment_cache_bytes // 5
+        self._messages = KnownMessages(share)
         self._chains = Chains(hasher, share)
         self._models = load_models(config.models.values(), 2 * share, self._executor)
         self._engine = EngineTokenizer(share)
@@ -81,6 +83,10 @@ class PromptPipeline:
         """Stop threads and close connections."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         await self._engine.close()
+
+    def parse(self, path: str, body: bytes) -> InferenceRequest:
+        """Read a request body; see ``parse_request``."""
+        return parse_request(path, body, self._messages)
 
     async def prompt(self, request: InferenceRequest, candidates: Candidates) -> Prompt:
         """Return the prompt of a request. It does not suspend unless there is much to tokenize, or an engine to ask.
@@ -102,7 +108,7 @@ class PromptPipeline:
         if model is None or model.renderer is None:
             return await self._chat_elsewhere(request, candidates, engine)
         outlined = outline(request.messages, model.renderer.template_for(request).parts)
-        texts = model.renderer.planned(request, outlined)
+        texts: Sequence[Pieces] | None = model.renderer.planned(request, outlined)
         root = self._root(request, candidates)
         if texts is None:
             if outlined.first_media is not None:

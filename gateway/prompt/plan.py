@@ -23,7 +23,9 @@ from gateway.prompt.template import to_json
 Leaves = Sequence[str]
 Compute = Callable[[Leaves], Any]
 Guard = tuple[Compute, Any]
-Recipe = str | Callable[[Leaves], str]
+Pieces = str | tuple[str, ...]
+"""A text, or what it is joined from."""
+Recipe = str | Callable[[Leaves], Pieces]
 
 
 class Untraceable(Exception):
@@ -54,7 +56,9 @@ class Plan:
         return computed(self.parts, leaves)
 
     def recipes(self, starts: Callable[[str], list[int]]) -> list[Recipe]:
-        """Return how to make each segment of the rendered text: a constant, or a computation.
+        """Return how to make each segment of the rendered text: a constant, or a computation of it or of its pieces.
+
+        A message is left in pieces: copying and hashing it anew would cost more than all the rest for it.
 
         Args:
             starts: finds the positions in a constant at which segments begin.
@@ -75,7 +79,7 @@ def _recipe(parts: list[str | Compute]) -> Recipe:
         case [str(constant)]:
             return constant
         case [str(before), compute, str(after)] if not isinstance(compute, str):  # a message, usually
-            return lambda leaves: f"{before}{compute(leaves)}{after}"
+            return lambda leaves: (before, compute(leaves), after)
     return lambda leaves: computed(parts, leaves)
 
 
@@ -235,6 +239,11 @@ def joined(values: Iterable[object]) -> Text:
     parts = [part for text in texts for part in ((text,) if isinstance(text, str) else text.parts)]
     guards = next(text.guards for text in texts if isinstance(text, Text))
     return Text("".join(map(_value_of, texts)), lambda leaves: computed(parts, leaves), guards, parts)
+
+
+def whole(text: Pieces) -> str:
+    """Return a text in one piece."""
+    return text if isinstance(text, str) else "".join(text)
 
 
 def computed(parts: Iterable[str | Compute], leaves: Leaves) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from gateway.prompt.cache import ByteCache, Entry
 from gateway.prompt.chat import Chat, Tools, parse_tools
 from gateway.prompt.conversation import Outline, Shape, outline
-from gateway.prompt.plan import Leaves, Plan, Recipe
+from gateway.prompt.plan import Leaves, Pieces, Plan, Recipe, whole
 from gateway.prompt.request import ABSENT, ChatRequest
 from gateway.prompt.segments import Cutter
 from gateway.prompt.template import ChatTemplate
@@ -75,7 +75,7 @@ class ChatRenderer:
         """Return the template that the engine would use."""
         return self._templates[request.tools is not ABSENT and bytes(request.tools) != b"null"]
 
-    def planned(self, request: ChatRequest, outlined: Outline) -> list[str] | None:
+    def planned(self, request: ChatRequest, outlined: Outline) -> list[Pieces] | None:
         """Return the texts of the request's segments if a plan knows them, else None."""
         entry = self._plans.get(_key(request, outlined))
         if entry is not None and not request.continue_final_message:
@@ -144,7 +144,7 @@ class ChatRenderer:
         if plan is None:
             return
         recipes = plan.recipes(self._cutter.starts)
-        if "".join(_followed(recipes, chat.leaves)) == text:
+        if "".join(map(whole, _followed(recipes, chat.leaves))) == text:
             entry.plans.append((plan, recipes))
 
     def _parsed_tools(self, raw: bytes) -> Tools | None:
@@ -173,7 +173,7 @@ def _bytes(raw: msgspec.Raw) -> bytes:
     return b"" if raw is ABSENT else bytes(raw)
 
 
-def _followed(recipes: list[Recipe], leaves: Leaves) -> list[str]:
+def _followed(recipes: list[Recipe], leaves: Leaves) -> list[Pieces]:
     return [recipe if isinstance(recipe, str) else recipe(leaves) for recipe in recipes]
 
 

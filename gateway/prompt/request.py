@@ -13,10 +13,14 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from gateway.errors import BadRequest
+from gateway.prompt.cache import ByteCache, Entry
 
 MAX_OUTPUT_TOKENS: Final = 2**31 - 1
 # Bodies beyond this that msgspec refuses are not given a second chance with the slower standard parser.
 _SECOND_OPINION_BYTES: Final = 2**20
+# A message of a few hundred bytes is decoded in less time than it takes to find it.
+_LONG_CHAT_BYTES: Final = 8 * 2**10
+_MESSAGE_OVERHEAD: Final = 500  # bytes of Python objects per message that is kept
 
 ABSENT: Final = msgspec.Raw(b"")
 """What a raw field holds that is not in the request: this very object."""
@@ -112,6 +116,10 @@ class ChatRequest(_Request, kw_only=True):
         return not self.messages or self.chat_template is not None or self.truncate_prompt_tokens is not None
 
 
+class _RawChatRequest(ChatRequest, kw_only=True):
+    messages: list[msgspec.Raw] = []  # type: ignore[assignment]  # until KnownMessages has read them
+
+
 class CompletionRequest(_Request, kw_only=True):
     """Body of ``/v1/completions``. ``prompt`` is text, token ids, or a list of either."""
 
@@ -137,6 +145,8 @@ InferenceRequest = ChatRequest | CompletionRequest
 """A request whose prompt can be read here, unless it is ``opaque``; the engine may be able to read that, too."""
 
 _CHAT: Final = msgspec.json.Decoder(ChatRequest)
+_RAW_CHAT: Final = msgspec.json.Decoder(_RawChatRequest)
+_MESSAGE: Final = msgspec.json.Decoder(Message)
 _COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 _JSON_NAMES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
 # What an engine could read in a field, by JSON type; engines convert "16" to 16 and 1 to true.
@@ -160,18 +170,70 @@ _KEPT: Final[dict[str, type]] = {
 }
 
 
-def parse_request(path: str, body: bytes) -> InferenceRequest:
+class _KnownMessage(Entry):
+    __slots__ = ("message",)
+
+    def __init__(self, raw: bytes, message: Message) -> None:
+        super().__init__(_MESSAGE_OVERHEAD + 2 * len(raw))
+        self.message = message
+
+
+class KnownMessages:
+    """Messages of long chats by their bytes: they come back with all that was said, and decoding text is slow.
+
+    Besides, what is found here are the same strings as before, whose hashes Python has already computed.
+
+    Args:
+        max_bytes: bound on the messages and their bytes together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._known: ByteCache[bytes, _KnownMessage] = ByteCache(max_bytes)
+
+    def read_chat(self, body: bytes) -> ChatRequest:
+        """Read the body of a chat. Its messages are shared with other requests and must not be changed.
+
+        Raises:
+            msgspec.DecodeError: the body is not a chat; where, only decoding it as a whole can say.
+            RecursionError: it is nested too deeply.
+        """
+        request = _RAW_CHAT.decode(body)
+        lookup = self._known.entries.get
+        messages = []
+        for raw in map(bytes, request.messages):
+            entry = lookup(raw)
+            if entry is None:
+                entry = _KnownMessage(raw, _MESSAGE.decode(raw))
+                self._known.put(raw, entry)
+            else:
+                entry.used = True
+            messages.append(entry.message)
+        chat: ChatRequest = request
+        chat.messages = messages
+        return chat
+
+
+def parse_request(path: str, body: bytes, known: KnownMessages | None = None) -> InferenceRequest:
     """Read a request body.
 
     Args:
         path: request path; ``…/chat/completions`` is a chat, anything else a completion.
         body: the whole body.
+        known: messages of earlier requests, for long chats.
 
     Raises:
         BadRequest: the body is not a JSON object, or a field has a type that no engine accepts; ``param`` names it.
     """
     is_chat = path.endswith("/chat/completions")
     request: InferenceRequest
+    if is_chat and known is not None and len(body) >= _LONG_CHAT_BYTES:
+        try:
+            request = known.read_chat(body)
+        except (msgspec.DecodeError, RecursionError):
+            pass
+        else:
+            request.body_bytes = len(body)
+            return request
     try:
         request = _CHAT.decode(body) if is_chat else _COMPLETION.decode(body)
     except msgspec.ValidationError:

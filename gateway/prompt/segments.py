@@ -14,6 +14,7 @@ from itertools import combinations, count, pairwise
 from typing import Final
 
 from gateway.prompt.cache import ByteCache, Entry
+from gateway.prompt.plan import Pieces, whole
 from gateway.prompt.tokenizer import AddedToken, Encoder
 from gateway.tasks import spawn
 from policies.chunks import TOKEN_BYTES
@@ -33,8 +34,9 @@ class Segment(Entry):
 
     __slots__ = ("ids", "number")
 
-    def __init__(self, text: str, ids: bytes) -> None:
-        self.cost = text.__sizeof__() + len(ids) + _SEGMENT_OVERHEAD
+    def __init__(self, text: Pieces, ids: bytes) -> None:
+        pieces = (text,) if isinstance(text, str) else text
+        self.cost = sum(piece.__sizeof__() for piece in pieces) + len(ids) + _SEGMENT_OVERHEAD
         self.used = False
         self.ids = ids
         self.number = next(_numbers)
@@ -113,6 +115,8 @@ def choose_tokens(added: Sequence[AddedToken], example: str, marks: Sequence[str
 class SegmentCache:
     """Ids by text, for one tokenizer; a text is encoded once, however many requests ask for it at the same time.
 
+    A text that comes in pieces is looked up by them, which is cheap where they are the same strings as last time.
+
     Args:
         encoder: encodes what is not known yet.
         max_bytes: bound on texts and ids together.
@@ -120,26 +124,27 @@ class SegmentCache:
     """
 
     def __init__(self, encoder: Encoder, max_bytes: int, executor: Executor) -> None:
-        self.known: ByteCache[str, Segment] = ByteCache(max_bytes)
+        self.known: ByteCache[Pieces, Segment] = ByteCache(max_bytes)
         self._encoder = encoder
         self._executor = executor
-        self._pending: dict[str, asyncio.Future[Segment]] = {}
+        self._pending: dict[Pieces, asyncio.Future[Segment]] = {}
 
-    def find(self, texts: Sequence[str]) -> list[Segment] | None:
+    def find(self, texts: Sequence[Pieces]) -> list[Segment] | None:
         """Return the segments of ``texts`` if they are known or quick to encode; else None, see ``tokenize``."""
         found, missing = self._look_up(texts)
         if not missing:
-            return found
-        if sum(map(len, missing)) > self._encoder.inline_chars:
+            return self._filled(texts, found, {})
+        strings = list(map(whole, missing))
+        if sum(map(len, strings)) > self._encoder.inline_chars:
             return None
-        return self._filled(texts, found, self._keep(missing, self._encoder.encode(missing)))
+        return self._filled(texts, found, self._keep(missing, self._encoder.encode(strings)))
 
-    async def get(self, texts: Sequence[str]) -> list[Segment]:
+    async def get(self, texts: Sequence[Pieces]) -> list[Segment]:
         """Return the segments of ``texts``, at once if possible."""
         found = self.find(texts)
         return await self.tokenize(texts) if found is None else found
 
-    async def tokenize(self, texts: Sequence[str]) -> list[Segment]:
+    async def tokenize(self, texts: Sequence[Pieces]) -> list[Segment]:
         """Return the segments of ``texts``; what is not known is encoded in a thread, once for all who wait for it."""
         found, missing = self._look_up(texts)
         unclaimed = [text for text in missing if text not in self._pending]
@@ -152,29 +157,39 @@ class SegmentCache:
         fresh = {text: await asyncio.shield(future) for text, future in waiting.items()}
         return self._filled(texts, found, fresh)
 
-    def _look_up(self, texts: Sequence[str]) -> tuple[list[Segment], list[str]]:
-        """Return the segments that are known, in order, and the texts that are not, each once."""
+    def _look_up(self, texts: Sequence[Pieces]) -> tuple[list[Segment | None], list[Pieces]]:
+        """Return the segments, None for those that are not known, and the texts that are not, each once."""
         lookup = self.known.entries.get
-        found: list[Segment] = []
-        missing: dict[str, None] = {}
+        found: list[Segment | None] = []
+        missing: dict[Pieces, None] = {}
         for text in texts:
             segment = lookup(text)
+            if segment is None:
+                segment = self._found_whole(text)
             if segment is None:
                 missing[text] = None
             else:
                 segment.used = True
-                found.append(segment)
+            found.append(segment)
         return found, list(missing)
 
-    @staticmethod
-    def _filled(texts: Sequence[str], found: Sequence[Segment], fresh: Mapping[str, Segment]) -> list[Segment]:
-        known = iter(found)
-        return [fresh[text] if text in fresh else next(known) for text in texts]
+    def _found_whole(self, text: Pieces) -> Segment | None:
+        """Return the segment of a text in pieces that was met in one piece before, when the template rendered it."""
+        segment = None if isinstance(text, str) else self.known.entries.get(whole(text))
+        if segment is not None:
+            self.known.put(text, segment)
+        return segment
 
-    async def _encode_in_thread(self, texts: list[str]) -> None:
+    @staticmethod
+    def _filled(
+        texts: Sequence[Pieces], found: Sequence[Segment | None], fresh: Mapping[Pieces, Segment]
+    ) -> list[Segment]:
+        return [fresh[text] if segment is None else segment for text, segment in zip(texts, found, strict=True)]
+
+    async def _encode_in_thread(self, texts: list[Pieces]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            ids = await loop.run_in_executor(self._executor, self._encoder.encode, texts)
+            ids = await loop.run_in_executor(self._executor, self._encoder.encode, list(map(whole, texts)))
             fresh = self._keep(texts, ids)
             for text in texts:
                 self._pending[text].set_result(fresh[text])
@@ -186,7 +201,7 @@ class SegmentCache:
             for text in texts:
                 self._pending.pop(text).cancel()  # no effect on those that are done
 
-    def _keep(self, texts: list[str], ids: list[bytes]) -> dict[str, Segment]:
+    def _keep(self, texts: list[Pieces], ids: list[bytes]) -> dict[Pieces, Segment]:
         fresh = {text: Segment(text, packed) for text, packed in zip(texts, ids, strict=True)}
         for text, segment in fresh.items():
             self.known.put(text, segment)

@@ -20,7 +20,6 @@ from gateway.errors import BadRequest, GatewayError, NoWorker
 from gateway.fleet.ledger import Flight
 from gateway.fleet.registry import Candidates, Registry, State, Worker
 from gateway.index.base import Speculation
-from gateway.prompt.request import parse_request
 from gateway.relay.services import Services
 from policies.base import COLUMNS, Decision, FleetView, Residency, RoutingRequest
 
@@ -102,7 +101,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
         if model is not None:
             services.registry.candidates(model)  # raises for a model nobody serves
         return Plan(model)
-    request = parse_request(path, body)
+    request = services.prompts.parse(path, body)
     model = request.model or _only_model(services.registry)
     candidates = services.registry.candidates(model)
     config = services.config.prompt

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.prompt.plan import Plan
+from gateway.prompt.plan import Plan, whole
 from gateway.prompt.template import ChatTemplate, TemplateError
 from gateway.prompt.tracing import PlanDrafter
 from tests.prompt_rig import SPECIAL_TOKENS, TEMPLATE_NAMES, chat_of, template
@@ -80,7 +80,7 @@ def check(source: ChatTemplate, drafter: PlanDrafter, bodies: list[dict[str, obj
             if plan.serves(chat.leaves):
                 assert plan.render(chat.leaves) == text
                 recipes = plan.recipes(lambda part: [at for at, sign in enumerate(part) if sign == "<"])
-                assert "".join(one if isinstance(one, str) else one(chat.leaves) for one in recipes) == text
+                assert "".join(whole(one if isinstance(one, str) else one(chat.leaves)) for one in recipes) == text
         if text is not None and (plan := drafter.draft(chat, text)) is not None:
             plans.append(plan)
     return plans

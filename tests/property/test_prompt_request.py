@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
+import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import BadRequest
 from gateway.prompt.conversation import Unreadable, outline
-from gateway.prompt.request import ChatRequest, parse_request
+from gateway.prompt.request import ChatRequest, KnownMessages, parse_request
 from tests.prompt_rig import BODIES, CHAT, COMPLETIONS
 
 json_values = st.recursive(
@@ -29,6 +30,8 @@ messages = st.lists(st.dictionaries(message_fields, json_values, max_size=4) | j
 bodies = st.dictionaries(fields, json_values | messages, max_size=6)
 paths = st.sampled_from([CHAT, COMPLETIONS])
 
+KNOWN = KnownMessages(20_000)
+
 
 def parse(path: str, body: bytes) -> None:
     try:
@@ -41,9 +44,17 @@ def parse(path: str, body: bytes) -> None:
     assert isinstance(request.model, str)
     assert request.opaque in (True, False)
     if isinstance(request, ChatRequest):
+        with suppress(msgspec.DecodeError):
+            assert values(KNOWN.read_chat(body)) == values(request)
         for parts in (True, False):
             with suppress(Unreadable):
                 outline(request.messages, parts)
+
+
+def values(request: ChatRequest) -> str:
+    """Return what a request holds but for its length; as text, because NaN is not equal to itself."""
+    fields = [getattr(request, field) for field in request.__struct_fields__ if field != "body_bytes"]
+    return repr([bytes(field) if isinstance(field, msgspec.Raw) else field for field in fields])
 
 
 @settings(max_examples=150, deadline=None)

@@ -89,3 +89,10 @@ async def test_without_memory_everything_is_encoded_each_time(encoder, executor)
     assert [len(segment) for segment in cache.find(["ab"])] == [2]
     assert [len(segment) for segment in cache.find(["ab"])] == [2]
     assert encoder.encoded == ["ab", "ab"]
+
+
+async def test_a_text_is_known_in_pieces_once_it_was_met_whole(cache, encoder):
+    whole = cache.find(["abc", "x"])
+    assert cache.find([("a", "b", "c"), "x"]) == whole
+    assert cache.find([("a", "b", "c"), ("d", "", "e")])[0] is whole[0]
+    assert encoder.encoded == ["abc", "x", "de"]
