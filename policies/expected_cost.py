@@ -99,10 +99,10 @@ class _Terms(NamedTuple):
 
     cost: Sequence[float]
     excess: Sequence[float]
-    wait: Sequence[float]
     work: Sequence[float]
-    pi: Sequence[float]
-    displacement: Sequence[float]
+    wait: Sequence[float] | Floats
+    pi: Sequence[float] | Floats
+    displacement: Sequence[float] | Floats
 
 
 @register
@@ -149,7 +149,7 @@ class ExpectedCost:
         return Decision(
             row,
             hit,
-            terms.wait[row] + work_s,
+            float(terms.wait[row] + work_s),
             reason or ("hit" if hit else "load"),
             terms.cost,
             partial(_explain, terms, over, prompt, hits, residency, fleet.names, start.key),
@@ -189,7 +189,7 @@ class ExpectedCost:
             pi = (wait + work * 0.5) * crowding
             displacement = (new + host + disk + remote + growth) * b * turnover * reuse
             excess = (pending_tokens + decode_tokens * decode_weight - prompt) * b
-            return wait + (pi + 1.0) * (work + displacement), excess, wait, work, pi, displacement
+            return wait + (pi + 1.0) * (work + displacement), excess, work, wait, pi, displacement
 
         return weigh
 
@@ -224,8 +224,9 @@ def _evaluate(
     weigh: _Formula, fleet: FleetView, hits: Sequence[float], residency: Residency, turnover: Floats
 ) -> _Terms:
     if len(fleet) > SMALL_FLEET:
-        terms = weigh(fleet.state, np.array(hits), residency.by_tier.T, turnover)
-        return _Terms(*[term.tolist() for term in terms])
+        granted = np.fromiter(hits, float, len(hits))
+        cost, excess, work, *rest = weigh(fleet.state, granted, residency.by_tier.T, turnover)
+        return _Terms(cost.tolist(), excess.tolist(), work.tolist(), *rest)  # the rest is only looked up
     scores = map(weigh, fleet.state.T.tolist(), hits, residency.tiers(), turnover.tolist())
     return _Terms(*zip(*scores, strict=True))
 
@@ -247,10 +248,10 @@ def _explain(
             "hit_tokens": hits[row],
             **{f"{tier.name.lower()}_tokens": tiers[row][tier] for tier in Tier},
             "uncached_tokens": prompt - hits[row],
-            "wait_s": terms.wait[row],
-            "work_s": terms.work[row],
-            "pi": terms.pi[row],
-            "displacement_s": terms.displacement[row],
+            "wait_s": float(terms.wait[row]),
+            "work_s": float(terms.work[row]),
+            "pi": float(terms.pi[row]),
+            "displacement_s": float(terms.displacement[row]),
             "bounded": row in over,
             "ring": ring[row],
         }
