@@ -92,11 +92,8 @@ class Candidates:
 
 @dataclass(slots=True)
 class _Selection:
-    model: str
-    lora: str | None
-    workers: list[Worker]
-    slots: list[int]
-    rows: Ints | None  # None: every worker, so the live matrix serves without a copy
+    candidates: Candidates  # with the live state of every worker
+    rows: Ints | None  # None: the candidates are every worker, so the live matrix serves without a copy
     names: list[str]
 
 
@@ -159,14 +156,16 @@ class Registry:
             NoWorker: some do, but all are starting or draining; or a starting one has yet to say what it serves.
         """
         selection = self._selections.get(model) or self._select(model)
-        rows, fleet, elsewhere = selection.rows, self.fleet, self.elsewhere
+        found, rows, fleet, elsewhere = selection.candidates, selection.rows, self.fleet, self.elsewhere
         if rows is not None:
             fleet = FleetView(selection.names, fleet.state[:, rows], self.version)
             if elsewhere is not None:
                 fleet.state += elsewhere[:, rows]
         elif elsewhere is not None:
             fleet = FleetView(fleet.names, fleet.state + elsewhere, fleet.version)
-        return Candidates(selection.model, selection.lora, selection.workers, selection.slots, fleet)
+        else:
+            return found
+        return Candidates(found.model, found.lora, found.workers, found.slots, fleet)
 
     def running(self) -> Floats:
         """Return the number of requests on each worker, those of other replicas included; shape ``[n]``."""
@@ -193,11 +192,9 @@ class Registry:
             raise NoWorker(f"No worker is ready for model {model!r}: {states}.", retry_after_s=1)
         base = ready[0].models[model]
         everyone = len(ready) == len(self.workers)
+        slots = [worker.slot for worker in ready]
         selection = _Selection(
-            model=base,
-            lora=None if base == model else model,
-            workers=ready,
-            slots=[worker.slot for worker in ready],
+            candidates=Candidates(base, None if base == model else model, ready, slots, self.fleet),
             rows=None if everyone else np.array([worker.row for worker in ready], np.int64),
             names=[worker.name for worker in ready],
         )
