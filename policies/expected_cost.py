@@ -134,7 +134,7 @@ class ExpectedCost:
             charged = [hit + spared * (longest - hit) for hit in hits]
 
         weigh = self._formula(prompt, now, start.fresh, traffic)
-        terms = _evaluate(weigh, fleet, charged, residency, traffic.turnover)
+        terms = _evaluate(weigh, fleet, charged, residency, traffic)
         over = self._over(terms, prompt, fleet)
         row, reason = self._choose(terms, over, start, fleet)
 
@@ -221,13 +221,13 @@ class ExpectedCost:
 
 
 def _evaluate(
-    weigh: _Formula, fleet: FleetView, hits: Sequence[float], residency: Residency, turnover: Floats
+    weigh: _Formula, fleet: FleetView, hits: Sequence[float], residency: Residency, traffic: Traffic
 ) -> _Terms:
     if len(fleet) > SMALL_FLEET:
         granted = np.fromiter(hits, float, len(hits))
-        cost, excess, work, *rest = weigh(fleet.state, granted, residency.by_tier.T, turnover)
+        cost, excess, work, *rest = weigh(fleet.state, granted, residency.by_tier.T, traffic.turnover)
         return _Terms(cost.tolist(), excess.tolist(), work.tolist(), *rest)  # the rest is only looked up
-    scores = map(weigh, fleet.state.T.tolist(), hits, residency.tiers(), turnover.tolist())
+    scores = map(weigh, fleet.state.T.tolist(), hits, residency.tiers(), traffic.turnovers())
     return _Terms(*zip(*scores, strict=True))
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import exp
+from statistics import fmean
 from typing import Final
 
 import numpy as np
 
-from policies.base import FleetView, Floats, Ints
+from policies.base import FleetView, Floats
 
 MAX_UTILISATION: Final = 0.95
 MAX_ENDS: Final = 8192  # prefixes remembered
@@ -54,10 +55,10 @@ class Traffic:
         self._conversations = 0.0
         self._ends: OrderedDict[bytes, tuple[float, float, int, bool]] = OrderedDict()
         self._known: dict[str, int] = {}  # worker → its row in _turnover
-        self._turnover: Floats = np.zeros(0)
+        self._turnover: list[float] = []
         self._names: Sequence[str] = ()  # the candidates of the last decision …
         self._version = -1
-        self._rows: Ints = np.zeros(0, np.int64)  # … and their rows
+        self._rows: list[int] = []  # … and their rows
 
     def advance(self, fleet: FleetView, now: float) -> None:
         """Let time pass, and follow the set of candidates. Call it first, once per decision."""
@@ -72,7 +73,7 @@ class Traffic:
             memory_decay = exp(-elapsed / self._memory_s)
             self._continued_tokens *= memory_decay
             self._conversations *= memory_decay
-            self._turnover *= memory_decay
+            self._turnover = [turnover * memory_decay for turnover in self._turnover]
 
     def crowding(self) -> float:
         """Return ``(λ/n)/(1 − ρ)``: how many requests per second of queue a worker makes wait (M/G/1)."""
@@ -83,7 +84,11 @@ class Traffic:
     @property
     def turnover(self) -> Floats:
         """Turnover of the candidates, float64 ``[n]``."""
-        return self._turnover[self._rows]
+        return np.array(self.turnovers())
+
+    def turnovers(self) -> list[float]:
+        """Return ``turnover`` as a list."""
+        return list(map(self._turnover.__getitem__, self._rows))
 
     def growth_tokens(self) -> float:
         """Return how many tokens a new conversation has gone on to add to its worker's cache, on average."""
@@ -132,12 +137,12 @@ class Traffic:
         """Find the candidates' rows; sets of candidates differ by adapter, by retry, and as workers come and go."""
         if len(self._known) > MAX_WORKERS:
             self._known = {}
-            self._turnover = np.zeros(0)
+            self._turnover = []
         strangers = [name for name in fleet.names if name not in self._known]
         if strangers:
             # a newcomer at zero would attract every new conversation; at the mean it gets its share
-            mean = float(self._turnover.mean()) if self._known else 0.0
-            self._turnover = np.append(self._turnover, np.full(len(strangers), mean))
+            mean = fmean(self._turnover) if self._known else 0.0
+            self._turnover += [mean] * len(strangers)
             self._known |= {name: row for row, name in enumerate(strangers, start=len(self._known))}
-        self._rows = np.array([self._known[name] for name in fleet.names], np.int64)
+        self._rows = [self._known[name] for name in fleet.names]
         self._names, self._version = fleet.names, fleet.version
