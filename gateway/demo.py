@@ -141,8 +141,8 @@ async def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
 def print_result(answer: dict[str, Any], console: Console) -> None:
     """Print the table that the README shows."""
     table = Table(title="The same workload, the same four workers, two policies")
-    for column in ("policy", "requests", "failed", "token hit rate", "TTFT p50", "p90", "p99"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
+    for column in ("policy", "requests", "failed", "hit rate", "TTFT p50", "p90", "p99"):
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for policy in POLICIES:
         row = answer[policy]
         times = [f"{row[key]:.3f} s" for key in ("ttft_p50", "ttft_p90", "ttft_p99")]
