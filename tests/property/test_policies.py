@@ -1,9 +1,11 @@
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.base import FleetView, PolicyError, create_policy, known_policies
+from policies.base import FleetView, PolicyError, Residency, create_policy, known_policies
 from policies.expected_cost import SMALL_FLEET
 from tests.fleets import CHUNK, make_fleet, make_request, make_residency
 
@@ -81,6 +83,21 @@ def test_a_longer_hit_never_costs_least_works_choice_the_request(situation, data
     chosen = policy.decide(request, fleet, residency, now=100.0).worker
     residency.hit_tokens[chosen] = data.draw(st.integers(int(residency.hit_tokens[chosen]), request.prompt_tokens))
     assert policy.decide(request, fleet, residency, now=100.0).worker == chosen
+
+
+@settings(max_examples=40, deadline=None)
+@given(situation=situations(most=SMALL_FLEET))
+def test_lists_and_arrays_lead_to_the_same_decisions(situation):
+    fleet, request, residency = situation
+    listed = Residency.of_lists(residency.by_tier.tolist())
+    plain, vectorised = create_policy("expected-cost"), create_policy("expected-cost")
+    for now in (100.0, 100.2, 103.0):
+        one = plain.decide(request, fleet, listed, now)
+        with mock.patch("policies.expected_cost.SMALL_FLEET", 0):
+            other = vectorised.decide(request, fleet, residency, now)
+        assert one.breakdown(fleet) == other.breakdown(fleet)
+        for part in ("worker", "fallbacks", "reason", "expected_hit_tokens", "predicted_ttft"):
+            assert getattr(one, part) == getattr(other, part)
 
 
 @settings(max_examples=25, deadline=None)

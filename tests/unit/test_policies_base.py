@@ -131,3 +131,29 @@ def test_every_decision_explains_itself_in_plain_values(name):
 def test_the_expected_hit_leaves_at_least_one_token_to_compute(name):
     decision = create_policy(name).decide(make_request(512, session="s"), make_fleet(1), make_residency([512]), now=1.0)
     assert (decision.worker, decision.expected_hit_tokens) == (0, 511)
+
+
+def test_a_residency_of_lists_is_that_of_the_arrays():
+    listed, arrays = Residency.of_lists([[512, 0, 0, 0], [0, 256, 0, 256], [0] * 4]), make_residency([512, 0, 0])
+    arrays.by_tier[1] = 0, 256, 0, 256
+    arrays.hit_tokens[1] = 512
+    for residency in (listed, arrays):
+        assert residency.hits() == [512, 512, 0]
+        assert residency.tiers() == [[512, 0, 0, 0], [0, 256, 0, 256], [0] * 4]
+        assert [residency.hit(row) for row in range(3)] == [512, 512, 0]
+        assert [residency.in_hbm(row) for row in range(3)] == [512, 0, 0]
+        assert residency.take(np.array([1])).tiers() == [[0, 256, 0, 256]]
+    assert listed.hit_tokens.dtype == listed.by_tier.dtype == np.int64
+    assert listed.by_tier.shape == (3, 4)
+
+
+def test_what_is_written_to_the_arrays_of_a_residency_counts():
+    residency = Residency.of_lists([[512, 0, 0, 0]])
+    residency.hit_tokens[0] = residency.by_tier[0, 0] = 256
+    assert (residency.hits(), residency.tiers()) == ([256], [[256, 0, 0, 0]])
+    assert (residency.hit(0), residency.in_hbm(0)) == (256, 256)
+
+
+def test_a_residency_has_no_other_attributes():
+    with pytest.raises(AttributeError, match="hits_by_tier"):
+        _ = Residency.none(1).hits_by_tier
