@@ -11,6 +11,7 @@ import json
 from typing import Any, ClassVar, Final
 
 import msgspec
+from mmh3 import mmh3_x64_128_digest
 
 from gateway.errors import BadRequest
 from gateway.prompt.cache import ByteCache, Entry
@@ -173,18 +174,21 @@ _KEPT: Final[dict[str, type]] = {
 class _KnownMessage(Entry):
     __slots__ = ("message",)
 
-    def __init__(self, raw: bytes, message: Message) -> None:
-        super().__init__(_MESSAGE_OVERHEAD + 2 * len(raw))
+    def __init__(self, message: Message, texts: list[str]) -> None:
+        super().__init__(_MESSAGE_OVERHEAD + sum(text.__sizeof__() for text in texts))
         self.message = message
 
 
 class KnownMessages:
     """Messages of long chats by their bytes: they come back with all that was said, and decoding text is slow.
 
-    Besides, what is found here are the same strings as before, whose hashes Python has already computed.
+    Besides, what is found here are the same strings as before, whose hashes Python has already computed. Messages are
+    told apart by 128-bit hashes, as chunks are: two with the same one would make a wrong guess of what is cached, while
+    the engine gets the request as it is. Only messages that are nothing but texts are kept: what others take in memory
+    does not follow from their length.
 
     Args:
-        max_bytes: bound on the messages and their bytes together.
+        max_bytes: bound on the messages.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -200,17 +204,25 @@ class KnownMessages:
         request = _RAW_CHAT.decode(body)
         lookup = self._known.entries.get
         messages = []
-        for raw in map(bytes, request.messages):
-            entry = lookup(raw)
+        for raw in request.messages:
+            key = mmh3_x64_128_digest(raw)
+            entry = lookup(key)
             if entry is None:
-                entry = _KnownMessage(raw, _MESSAGE.decode(raw))
-                self._known.put(raw, entry)
+                message = _MESSAGE.decode(raw)
+                self._keep(key, message)
             else:
                 entry.used = True
-            messages.append(entry.message)
+                message = entry.message
+            messages.append(message)
         chat: ChatRequest = request
         chat.messages = messages
         return chat
+
+    def _keep(self, key: bytes, message: Message) -> None:
+        values = [value for value in msgspec.structs.astuple(message) if value is not None]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) == len(values):
+            self._known.put(key, _KnownMessage(message, texts))
 
 
 def parse_request(path: str, body: bytes, known: KnownMessages | None = None) -> InferenceRequest:

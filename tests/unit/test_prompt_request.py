@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.prompt.request import MAX_OUTPUT_TOKENS, ChatRequest, CompletionRequest, parse_request
+from gateway.prompt.request import (
+    MAX_OUTPUT_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    KnownMessages,
+    parse_request,
+)
 from tests.prompt_rig import CHAT, COMPLETIONS
 
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -148,3 +154,15 @@ def test_the_last_of_equal_keys_counts_as_it_does_in_the_engine():
 
 def test_the_length_of_the_body_is_kept():
     assert parse_request(CHAT, b'{"messages": [], "": 5}').body_bytes == 23
+
+
+def test_messages_of_long_chats_are_read_once_if_they_are_texts():
+    long = {"role": "user", "content": "word " * 2000}
+    parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
+    body = json.dumps({"model": "m", "messages": [long, parts]}).encode()
+    known = KnownMessages(2**20)
+    first, second = (parse_request(CHAT, body, known) for _ in range(2))
+    assert first == second
+    assert first.messages == parse_request(CHAT, body).messages
+    assert first.messages[0] is second.messages[0]
+    assert first.messages[1] is not second.messages[1]
