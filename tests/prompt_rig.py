@@ -68,7 +68,7 @@ def candidates(model: str = "tiny", lora: str | None = None, url: str = "http://
 
 async def prompt_of(pipeline: PromptPipeline, path: str, body: dict[str, Any] | bytes, **wanted: Any) -> Prompt:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return await pipeline.prompt(parse_request(path, raw), candidates(**wanted))
+    return await pipeline.prompt(pipeline.parse(path, raw), candidates(**wanted))
 
 
 def ids_of(prompt: Prompt) -> list[int]:

@@ -29,7 +29,6 @@ from rich.table import Table
 
 from gateway.prompt import tokenizer as tokenizer_module
 from gateway.prompt.pipeline import PromptPipeline
-from gateway.prompt.request import parse_request
 from tests.prompt_rig import CHAT, TINY, candidates, config, reference
 
 NEW_MESSAGE_TOKENS = 60
@@ -106,7 +105,7 @@ class Writer:
 
 async def run(pipeline: PromptPipeline, body: bytes) -> int:
     """Do what the gateway does for one request; return the prompt's length in tokens."""
-    return (await pipeline.prompt(parse_request(CHAT, body), candidates())).tokens
+    return (await pipeline.prompt(pipeline.parse(CHAT, body), candidates())).tokens
 
 
 async def settle(pipeline: PromptPipeline) -> None:
@@ -127,7 +126,7 @@ async def measure(pipeline: PromptPipeline, writer: Writer, case: Case) -> dict[
     gc.collect()
     for body in requests:
         started = perf_counter()
-        await pipeline.prompt(parse_request(CHAT, body), chosen)
+        await pipeline.prompt(pipeline.parse(CHAT, body), chosen)
         times.append((perf_counter() - started) * 1e6)
     times.sort()
     rank = {"best_us": 0, "p50_us": len(times) // 2, "p99_us": len(times) * 99 // 100}
