@@ -200,9 +200,10 @@ def table(results: dict[tuple[str, int, int], Figures]) -> Table:
         keys = ("usual_p50_us", "usual_p99_us", "worst_p50_us", "worst_p99_us", "stores_per_s", "bytes_per_chunk")
         shown.add_row(backend, f"{n_workers:,}", f"{n_chunks:,}", *(f"{figures[key]:,.0f}" for key in keys))
     shown.caption = (
-        "A lookup costs a dict access per chunk, the dearer the less of the index fits the processor's caches; with "
-        "Redis, a round trip and half a byte per worker and chunk. Beyond that, only chunks whose holders differ from "
-        "the chunk before cost anything, by the width of a mask: many workers are dear in the worst case alone."
+        "In memory, a lookup costs a table access and a comparison per run of chunks stored together, almost whatever "
+        "the size of the index. With Redis, a round trip, in which the server finds each chunk and sends half a byte "
+        "per worker. In both, each change of holders along the prompt costs some operations as wide as the fleet: "
+        "many workers are dear in the worst case alone."
     )
     return shown
 
