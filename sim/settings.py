@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ class WorkerSettings:
         stream_interval: tokens per chunk of a stream.
         prompt_tokens_details: report ``cached_tokens`` in usage.
         kv_events: ZMQ endpoint of the KV event publisher, ``tcp://host:port``; None for no events.
-        kv_replay: ZMQ endpoint of the replay socket.
+        kv_replay: ZMQ endpoint of the replay socket; None for no replays.
         kv_topic: topic of the events.
         kv_connect: connect the publisher to a subscriber that binds, as vLLM does for endpoints without ``*``.
         event_format: ``map`` as vLLM since 0.26, ``array`` as before.
@@ -80,17 +81,33 @@ class WorkerSettings:
         for name in ("block_size", "max_batched_tokens", "max_running", "output_tokens", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("host_tokens", "max_model_len", "max_requests", "port"):
+        for name in ("host_tokens", "max_model_len", "max_requests"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
-        if self.speed <= 0:
-            raise ValueError(f"speed must be above 0, not {self.speed}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port must be 0 (any) to 65535, not {self.port}")
+        if not 0 < self.speed < math.inf:
+            raise ValueError(f"speed must be above 0 and finite, not {self.speed}")
         if self.capacity_tokens < self.block_size:
             raise ValueError(
                 f"capacity_tokens must be at least one block ({self.block_size}), not {self.capacity_tokens}"
             )
         if self.max_model_len > self.usable_tokens:
             raise ValueError(f"max_model_len {self.max_model_len} exceeds the cache of {self.usable_tokens} tokens")
+        if self.kv_replay is not None and self.kv_events is None:
+            raise ValueError("kv_replay repeats what kv_events published: set kv_events too, or leave kv_replay out")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        if not self.model:
+            raise ValueError("model must not be empty: name the model that the worker serves")
+        names = {self.model}
+        for adapter in self.adapters:
+            if not adapter:
+                raise ValueError("adapters must not be empty names: leave them out where there are none")
+            if adapter in names:
+                raise ValueError(f"adapters must differ from the model and from each other: {adapter!r} is taken")
+            names.add(adapter)
 
     @property
     def usable_tokens(self) -> int:
