@@ -121,6 +121,9 @@ class Gateway:
             self.registry.add(Worker.from_config(entry))
         self._serving = [spawn(server.run_bound(), f"serve {server.port}") for server in (self._public, self._admin)]
         await asyncio.gather(self._public.up.wait(), self._admin.up.wait())
+        for task in self._serving:
+            if task.done():
+                task.result()  # raises what kept it from serving
         # What is alive now lives as long as the process: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()

@@ -53,7 +53,9 @@ def serve(
     processes: Annotated[
         int, typer.Option(min=1, help="processes that share the public port; process k has admin port + k")
     ] = 1,
-    check: Annotated[bool, typer.Option("--check", help="validate the configuration and exit")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="validate the configuration, tokenizers included, and exit")
+    ] = False,
 ) -> None:
     """Run the gateway until SIGTERM, then drain."""
     import uvloop
@@ -66,6 +68,10 @@ def serve(
         overrides = {"workers": [{"url": url} for url in worker]} if worker else {}
         settings = load_config(config, overrides=overrides)
         if check:
+            from gateway.prompt.model import find_problems
+
+            if problems := find_problems(settings.models.values()):
+                raise ConfigError("\n".join(problems))
             typer.echo("configuration is valid")
             return
         setup_logs(settings.log)
@@ -107,11 +113,15 @@ def explain(
         answer = httpx.post(
             f"{admin}/admin/explain", params={"path": path}, content=body, headers={"content-type": "application/json"}
         )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        _fail(f"kvway: no gateway answers at {admin} ({error}). Give its admin address with --admin.")
+    try:
         explanation: dict[str, Any] = answer.json()
-    except (httpx.HTTPError, ValueError) as error:
-        _fail(f"kvway: no gateway answers at {admin}: {error}. Give its admin address with --admin.")
-    if answer.status_code != 200:
-        _fail(f"kvway: {explanation['error']['message']}")
+        problem = None if answer.status_code == 200 else explanation["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        _fail(f"kvway: what answers at {admin} is no admin port of kvway. Give its admin address with --admin.")
+    if problem is not None:
+        _fail(f"kvway: {problem}")
     if as_json:
         typer.echo(answer.text)
     else:
@@ -191,10 +201,13 @@ def demo(
     import uvloop
     from rich.console import Console
 
-    from gateway.demo import DemoOptions, print_result, run_demo
+    from gateway.demo import DemoFailed, DemoOptions, print_result, run_demo
 
     options = DemoOptions(sessions=sessions, turns=turns, speed=speed, texts=texts)
-    answer = uvloop.run(run_demo(options, Console(stderr=True)))
+    try:
+        answer = uvloop.run(run_demo(options, Console(stderr=True)))
+    except DemoFailed as error:
+        _fail(f"kvway demo: {error}")
     if as_json:
         typer.echo(json.dumps(answer))
     else:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -37,7 +37,8 @@ def _on_disk(path: Path, info: ValidationInfo) -> Path:
 
 
 Seconds = Annotated[float, Field(ge=0)]
-Port = Annotated[int, Field(ge=0, le=65535)]
+_MAX_PORT: Final = 65535
+Port = Annotated[int, Field(ge=0, le=_MAX_PORT)]
 OnDisk = Annotated[Path, AfterValidator(_on_disk)]
 
 
@@ -74,6 +75,12 @@ class ServerConfig(Section):
             raise ValueError("tls_cert and tls_key go together; give both or neither")
         return self
 
+    @model_validator(mode="after")
+    def _ports_differ(self) -> ServerConfig:
+        if self.port == self.admin_port != 0:
+            raise ValueError(f"port and admin_port are both {self.port}; the admin port must be another one")
+        return self
+
 
 class KvEventsConfig(Section):
     """Where a worker publishes its KV cache events."""
@@ -89,7 +96,8 @@ class KvEventsConfig(Section):
     @field_validator("endpoint", "replay_endpoint")
     @classmethod
     def _zmq(cls, value: str | None) -> str | None:
-        if value is not None and not re.match(r"^(tcp://.+:(\d+|\*)|ipc://.+)$", value):
+        match = re.match(r"^(?:tcp://.+:(\d+|\*)|ipc://.+)$", value or "")
+        if value is not None and (match is None or ((match[1] or "").isdecimal() and int(match[1]) > _MAX_PORT)):
             raise ValueError(f"{value!r} is not a ZMQ endpoint; write tcp://host:port")
         return value
 
@@ -177,13 +185,21 @@ class ModelConfig(Section):
     )
     timeouts: AnswerTimeouts | None = Field(None, description="instead of the top-level ones, for this model")
 
+    @model_validator(mode="after")
+    def _tokenizer_given(self) -> ModelConfig:
+        if self.source == "tokenizer" and self.tokenizer is None:
+            raise ValueError("source is 'tokenizer', but no tokenizer is given; add tokenizer: with its directory")
+        return self
+
 
 class PromptConfig(Section):
     """Tokens and chunks."""
 
     chunk_tokens: int = Field(256, ge=1, description="tokens per chunk: a multiple of every engine's block size")
     hash_seed: int = Field(0, ge=0, lt=2**32, description="the same on all replicas that share an index")
-    segment_cache_bytes: int = Field(256 * 2**20, ge=0, description="memory for tokenized segments")
+    segment_cache_bytes: int = Field(
+        256 * 2**20, ge=0, description="memory for tokenized segments, known messages and chunk hashes"
+    )
     bytes_per_token: float = Field(4.0, gt=0, description="without a tokenizer: estimated bytes of text per token")
 
 
@@ -191,7 +207,7 @@ class IndexConfig(Section):
     """Who holds what."""
 
     backend: Literal["memory", "redis"] = Field("memory", description="memory: this process; redis: shared by replicas")
-    url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey URL")
+    url: str = Field("redis://127.0.0.1:6379/0", pattern="^(redis|rediss|unix)://.+", description="Redis or Valkey URL")
     namespace: str = Field("kvway", pattern=r"^[A-Za-z0-9_.-]+$", description="prefix of every key")
     max_chunks: int = Field(4_000_000, ge=1000, description="bound of the memory index; oldest chunks go first")
     ttl_s: Seconds = Field(86_400.0, description="Redis: a chunk not stored again for this long is forgotten")
@@ -230,7 +246,7 @@ class RetryConfig(Section):
 class HealthConfig(Section):
     """Probes and outlier ejection."""
 
-    path: str = Field("/health", description="path of the active probe")
+    path: str = Field("/health", pattern="^/", description="path of the active probe")
     interval_s: float = Field(2.0, gt=0, description="time between probes of one worker")
     timeout_s: float = Field(1.0, gt=0, description="a probe that takes longer has failed")
     failures: int = Field(3, ge=1, description="consecutive failures, of probes or requests, that eject a worker")

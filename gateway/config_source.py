@@ -27,9 +27,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key.start_mark)
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-            seen.add(str(key.value))
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -144,10 +146,10 @@ def _right_key(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:
     """Suggest the nearest key of the same section, else the section that does have this key, else all keys."""
     key = str(loc[-1])
     valid = list(_model_at(loc[:-1], root).model_fields)
-    if get_close_matches(key, valid, n=1):
-        return _suggest(key, valid)
     elsewhere = [path for path in _all_keys(root) if path.rpartition(".")[2] == key]
-    return f"did you mean {elsewhere[0]!r}?" if elsewhere else _suggest(key, valid)
+    if elsewhere and not get_close_matches(key, valid, n=1, cutoff=0.8):
+        return f"did you mean {elsewhere[0]!r}?"
+    return _suggest(key, valid)
 
 
 def _suggest(key: str, valid: list[str]) -> str:

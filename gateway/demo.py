@@ -35,6 +35,7 @@ MODEL_FILES = Path(__file__).parent.parent / "sim" / "data" / "tiny-model"
 BLOCK_TOKENS = 16
 THINK_S = 4.0  # mean pause of an agent between answer and next request, on the workers' clock
 CHUNK_TOKENS = 128
+START_ATTEMPTS = 3
 STREAM_INTERVAL = 8  # tokens per chunk: fewer wake-ups, for six processes that may share two cores
 LOAD_OF_CAPACITY = 0.8  # working set as a share of the fleet's cache: below, every policy hits; far above, none does
 # Shares of the fleet's cache as (HBM, host DRAM): two workers with HBM only, two that offload to their host.
@@ -151,9 +152,39 @@ def print_result(answer: dict[str, Any], console: Console) -> None:
     console.print(f"One cache without end would hit {answer['bound']:.1%}; times are on the workers' clock.")
 
 
+class DemoFailed(Exception):
+    """The fleet did not come up."""
+
+
 @contextlib.asynccontextmanager
 async def _fleet(policy: str, capacity: int, speed: float) -> AsyncIterator[str]:
-    """Start the workers and a gateway; yield the gateway's URL once it is ready."""
+    """Start the workers and a gateway; yield the gateway's URL once it is ready.
+
+    Raises:
+        DemoFailed: a process ended at start, or the fleet was not ready within a minute, several times over.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for attempts_left in reversed(range(START_ATTEMPTS)):
+            # Ports that are free now may be taken by the time a process binds them: then try others.
+            url, admin, commands = _commands(policy, capacity, speed, Path(folder))
+            processes = [
+                await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway.cli", *c) for c in commands
+            ]
+            try:
+                await _until_ready(admin, len(TIERS), processes)
+                break
+            except DemoFailed:
+                await _end(processes)
+                if attempts_left == 0:
+                    raise
+        try:
+            yield url
+        finally:
+            await _end(processes)
+
+
+def _commands(policy: str, capacity: int, speed: float, folder: Path) -> tuple[str, str, list[list[str]]]:
+    """Return the gateway's public and admin URL, and the command lines of the workers and the gateway."""
     ports = _free_ports(2 + 3 * len(TIERS))
     public, admin = ports[:2]
     workers, commands = [], []
@@ -183,32 +214,30 @@ async def _fleet(policy: str, capacity: int, speed: float) -> AsyncIterator[str]
         "policy": {"name": policy},
         "log": {"level": "warning", "requests": False},
     }
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kvway.yaml"
-        file.write_text(yaml.safe_dump(config))
-        commands.append(["serve", "--config", str(file)])
-        processes = [await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway.cli", *c) for c in commands]
-        try:
-            await _until_ready(f"http://127.0.0.1:{admin}", len(TIERS), processes)
-            yield f"http://127.0.0.1:{public}"
-        finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-            await asyncio.gather(*(process.wait() for process in processes))
+    file = folder / "kvway.yaml"
+    file.write_text(yaml.safe_dump(config))
+    commands.append(["serve", "--config", str(file)])
+    return f"http://127.0.0.1:{public}", f"http://127.0.0.1:{admin}", commands
+
+
+async def _end(processes: list[asyncio.subprocess.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    await asyncio.gather(*(process.wait() for process in processes))
 
 
 async def _until_ready(admin: str, workers: int, processes: list[asyncio.subprocess.Process]) -> None:
     async with httpx.AsyncClient() as client:
         for _ in range(600):
             if any(process.returncode is not None for process in processes):
-                raise RuntimeError("a worker or the gateway ended at start; its message is above")
+                raise DemoFailed("a worker or the gateway ended at start; its message is above")
             with contextlib.suppress(httpx.HTTPError):
                 answer = (await client.get(f"{admin}/admin/workers")).json()
                 if sum(worker["state"] == "ready" for worker in answer) == workers:
                     return
             await asyncio.sleep(0.1)
-    raise RuntimeError("the fleet was not ready within a minute")
+    raise DemoFailed("the fleet was not ready within a minute")
 
 
 async def _play(sessions: list[Session], url: str, speed: float, advance: Any) -> Result:

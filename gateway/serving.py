@@ -87,11 +87,15 @@ class Server(uvicorn.Server):
         return int(self._socket.getsockname()[1])
 
     def bind(self) -> None:
-        """Bind the socket.
+        """Load the certificate, where there is one, and bind the socket.
 
         Raises:
-            ConfigError: the address is in use, not ours, or not permitted.
+            ConfigError: the certificate is not usable; the address is in use, not ours, or not permitted.
         """
+        try:
+            self.config.load()
+        except OSError as error:  # SSLError is one
+            raise ConfigError(f"server.tls_cert, server.tls_key: not a usable certificate and key: {error}") from None
         self._socket = bind_socket(*self._address, self._reuse_port)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -102,7 +106,10 @@ class Server(uvicorn.Server):
     async def run_bound(self) -> None:
         """Serve on the bound socket until ``should_exit``, then drain."""
         assert self._socket is not None, "bind() comes first"
-        await self.serve(sockets=[self._socket])
+        try:
+            await self.serve(sockets=[self._socket])
+        finally:
+            self.up.set()  # whoever waits for it finds a task that has ended
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -294,8 +294,12 @@ def create_policy(name: str, params: Mapping[str, Any] | None = None) -> Policy:
         near = get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise PolicyError(f"unknown policy {name!r}.{hint} Known policies: {', '.join(sorted(known))}.")
+    fields = policy.Params.__struct_fields__
     try:
         return policy(msgspec.convert(dict(params or {}), policy.Params))
     except msgspec.ValidationError as error:
-        accepted = ", ".join(policy.Params.__struct_fields__) or "none"
+        unknown = next((str(key) for key in params or {} if key not in fields), "")
+        if near := get_close_matches(unknown, fields, n=1):
+            raise PolicyError(f"policy {name!r}: unknown parameter {unknown!r}; did you mean {near[0]!r}?") from None
+        accepted = ", ".join(fields) or "none"
         raise PolicyError(f"policy {name!r}: {error}. Parameters it accepts: {accepted}.") from None

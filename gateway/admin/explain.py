@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +13,8 @@ from gateway.errors import BadRequest
 from gateway.relay.route import PROMPT_PATHS, find_residency, make_plan
 from gateway.relay.services import Services
 from policies.base import Tier
+
+_MAX_SHOWN: Final = 4
 
 
 async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
@@ -37,11 +39,13 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
     assert plan.request is not None and plan.model is not None
     candidates, residency = await find_residency(services, plan.model, plan.request)
     policy = copy.deepcopy(services.policy)  # a look must not take a turn
-    decision = policy.decide(plan.request, candidates.fleet, residency, monotonic())
+    now = monotonic()
+    services.ledger.advance(now)
+    decision = policy.decide(plan.request, candidates.fleet, residency, now)
     rows = decision.breakdown(candidates.fleet)
     for row, hit, tiers in zip(rows, residency.hit_tokens.tolist(), residency.by_tier.tolist(), strict=True):
         row["hit_tokens"] = hit
-        row["hit_tokens_by_tier"] = {tier.name: tokens for tier, tokens in zip(Tier, tiers, strict=True) if tokens}
+        row |= {f"{tier.name.lower()}_tokens": tokens for tier, tokens in zip(Tier, tiers, strict=True)}
     return {
         "policy": policy.name,
         "model": plan.model,
@@ -56,7 +60,7 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
 
 
 def print_explanation(explanation: dict[str, Any], console: Console) -> None:
-    """Print what ``explain`` returned: one line of summary, then a table with a row per candidate."""
+    """Print what ``explain`` returned: one line of summary, then the terms of the chosen and the next candidates."""
     console.print(
         f"{explanation['worker']} by {explanation['policy']} ({explanation['reason']}): "
         f"{explanation['expected_hit_tokens']:,} of {explanation['prompt_tokens']:,} prompt tokens cached, "
@@ -64,20 +68,19 @@ def print_explanation(explanation: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     candidates = sorted(explanation["candidates"], key=lambda row: (not row["chosen"], row.get("cost", 0.0)))
-    terms = [name for name in candidates[0] if name not in ("worker", "chosen")]
-    table = Table("", "worker")
-    for term in terms:
-        table.add_column(term, justify="right")
-    for row in candidates:
-        table.add_row("→" if row["chosen"] else "", row["worker"], *(_cell(row.get(term)) for term in terms))
+    shown = candidates[:_MAX_SHOWN]
+    table = Table("term")
+    for row in shown:
+        table.add_column(f"→ {row['worker']}" if row["chosen"] else row["worker"], justify="right", overflow="fold")
+    for term in shown[0]:
+        if term not in ("worker", "chosen") and any(row[term] for row in shown):
+            table.add_row(term, *(_cell(row[term]) for row in shown))
     console.print(table)
+    if len(candidates) > len(shown):
+        console.print(f"{len(candidates) - len(shown)} more candidates: --json prints them all")
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
+def _cell(value: bool | int | float) -> str:
+    if isinstance(value, bool):
         return "yes" if value else ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        return " ".join(f"{key}:{each:,}" for key, each in value.items())
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"

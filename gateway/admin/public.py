@@ -19,12 +19,12 @@ def public_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="kvway", docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, str]:
         """The process is alive; true as long as it can answer at all."""
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> JSONResponse:
         """New requests can be served here."""
         if gateway.draining:
@@ -33,12 +33,12 @@ def public_app(gateway: Gateway) -> FastAPI:
             return JSONResponse({"status": "no worker is ready"}, 503)
         return JSONResponse({"status": "ready"})
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> dict[str, Any]:
         """Every worker's models and adapters, each once."""
         return {"object": "list", "data": merged_models(gateway.registry)}
 
-    @app.get("/v1/models/{model:path}")
+    @app.api_route("/v1/models/{model:path}", methods=["GET", "HEAD"])
     async def model(model: str) -> dict[str, Any]:
         """One model's card."""
         for card in merged_models(gateway.registry):

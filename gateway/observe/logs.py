@@ -82,8 +82,8 @@ def setup_logs(config: LogConfig) -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    # One line per probe and per scrape is no information.
-    for name in ("httpx", "httpcore", "uvicorn.access"):
+    # One line per probe and per scrape is no information, nor is what each of our servers says of itself.
+    for name in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 

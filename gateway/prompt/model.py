@@ -82,6 +82,20 @@ def load_models(
     }
 
 
+def find_problems(configs: Iterable[ModelConfig]) -> list[str]:
+    """Return what ``load_models`` would log: one line for each tokenizer or template that cannot be used."""
+    problems = []
+    for config in configs:
+        if config.tokenizer is None or config.source not in ("auto", "tokenizer"):
+            continue
+        try:
+            tokenizer = load_tokenizer(config.tokenizer)
+            load_templates(tokenizer.directory, tokenizer.config, config.chat_template, tokenizer.special_tokens)
+        except (TokenizerError, TemplateError) as error:
+            problems.append(str(error))
+    return problems
+
+
 def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCache, executor: Executor) -> Model:
     try:
         templates = load_templates(tokenizer.directory, tokenizer.config, template, tokenizer.special_tokens)

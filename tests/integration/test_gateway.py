@@ -212,7 +212,7 @@ async def test_explain_shows_every_candidates_terms_and_counts_nothing(
     assert explanation["expected_hit_tokens"] > 0
     assert {row["worker"] for row in explanation["candidates"]} == {"worker-0", "worker-1"}
     chosen = next(row for row in explanation["candidates"] if row["chosen"])
-    assert {"cost", "wait_s", "work_s", "pi", "displacement_s", "hit_tokens_by_tier"} <= chosen.keys()
+    assert {"cost", "wait_s", "work_s", "pi", "displacement_s", "hbm_tokens"} <= chosen.keys()
     assert gateway.ledger.in_flight == 0
     assert (await admin.post("/admin/explain", json=question)).json()["worker"] == explanation["worker"]
 

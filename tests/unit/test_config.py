@@ -77,6 +77,11 @@ def test_a_section_or_key_without_value_keeps_its_default(load):
             "kvway.yaml: unknown key 'models.llama.tokeniser'; did you mean 'tokenizer'?",
         ),
         ("chunk_tokens: 128", "kvway.yaml: unknown key 'chunk_tokens'; did you mean 'prompt.chunk_tokens'?"),
+        ("port: 9000", "kvway.yaml: unknown key 'port'; did you mean 'server.port'?"),
+        (
+            "policy: {params: {prcie: true}}",
+            "kvway.yaml: policy: policy 'expected-cost': unknown parameter 'prcie'; did you",
+        ),
         ("retries: {zzz: 1}", "kvway.yaml: unknown key 'retries.zzz'; valid keys: max_attempts, "),
     ],
 )
@@ -102,6 +107,11 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
             "server: {tls_cert: /nowhere/a, tls_key: /nowhere/b}",
             "kvway.yaml: server.tls_cert: /nowhere/a does not exist",
         ),
+        ("server: {port: 8000, admin_port: 8000}", "kvway.yaml: server: port and admin_port are both 8000"),
+        ("models: {llama: {source: tokenizer}}", "kvway.yaml: models.llama: source is 'tokenizer', but no tokenizer"),
+        ("index: {url: nonsense}", "kvway.yaml: index.url: must match pattern"),
+        ("health: {path: health}", "kvway.yaml: health.path: must match pattern"),
+        ("? [a]\n: 1", "kvway.yaml: is not valid YAML: a key must be a plain word"),
         ("models: {llama: {tokenizer: /nowhere}}", "kvway.yaml: models.llama.tokenizer: /nowhere does not exist"),
     ],
 )
@@ -132,7 +142,7 @@ def test_a_bad_worker_url_is_refused(mistakes, url):
     assert line == f"kvway.yaml: workers[0].url: '{url}' is not a worker URL; write http://host:port without a path"
 
 
-@pytest.mark.parametrize("endpoint", ["10.0.0.1:5557", "tcp://10.0.0.1", "udp://a:1", "tcp://"])
+@pytest.mark.parametrize("endpoint", ["10.0.0.1:5557", "tcp://10.0.0.1", "tcp://a:99999", "udp://a:1", "tcp://"])
 def test_a_bad_zmq_endpoint_is_refused(mistakes, endpoint):
     (line,) = mistakes(f"workers: [{{url: 'http://a:1', kv_events: {{endpoint: '{endpoint}'}}}}]")
     assert "workers[0].kv_events.endpoint" in line

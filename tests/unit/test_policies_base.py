@@ -42,9 +42,16 @@ def test_a_name_like_no_other_is_answered_with_the_list_alone():
     assert "Known policies: expected-cost, least-requests" in str(error.value)
 
 
-def test_an_unknown_parameter_is_answered_with_those_accepted():
-    with pytest.raises(PolicyError, match=r"policy 'prefix-hash': .*`factor`.*accepts: prefix_chunks, load_factor"):
+def test_an_unknown_parameter_is_answered_with_the_nearest_one():
+    with pytest.raises(
+        PolicyError, match="policy 'prefix-hash': unknown parameter 'factor'; did you mean 'load_factor'"
+    ):
         create_policy("prefix-hash", {"factor": 2})
+
+
+def test_an_unknown_parameter_like_no_other_is_answered_with_those_accepted():
+    with pytest.raises(PolicyError, match=r"policy 'prefix-hash': .*`zzz`.*accepts: prefix_chunks, load_factor"):
+        create_policy("prefix-hash", {"zzz": 2})
 
 
 def test_a_policy_without_parameters_says_so():
