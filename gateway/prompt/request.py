@@ -309,16 +309,9 @@ def _opaque(request: InferenceRequest, fields: dict[str, Any]) -> InferenceReque
         if not isinstance(message, dict):
             where = f"messages[{index}]"
             raise BadRequest(f"{where!r} must be of type object, not {_type_name(message)}.", param=where)
-    for name, types in (
-        ("model", str),
-        ("stream", bool),
-        ("n", int),
-        ("cache_salt", str),
-        ("session_id", str),
-        ("user", str),
-    ):
+    for name, kept in _KEPT.items():
         value = fields.get(name)
-        if isinstance(value, types):
+        if isinstance(value, kept):
             setattr(request, name, value)
     limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
     if isinstance(limit, int):

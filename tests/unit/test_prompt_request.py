@@ -72,6 +72,13 @@ def test_nulls_are_as_absent():
     assert not request.stream
 
 
+def test_what_is_kept_of_a_request_that_is_left_to_the_engine():
+    kept = {"model": "m", "stream": True, "n": 2, "cache_salt": "s", "session_id": "i", "user": "u"}
+    request = parse(CHAT, messages=5 * [{"content": "no role"}], **kept)
+    assert request.opaque
+    assert {name: getattr(request, name) for name in kept} == kept
+
+
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
