@@ -56,12 +56,12 @@ class _Request(msgspec.Struct, kw_only=True):
     """What both kinds of request have in common.
 
     Attributes:
-        model: model or adapter name, empty when absent.
+        model: model or adapter name, None when absent.
         cache_salt: separates caches of equal prompts.
         body_bytes: length of the body, for estimates.
     """
 
-    model: str = ""
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -313,7 +313,9 @@ def _opaque(request: InferenceRequest, fields: dict[str, Any]) -> InferenceReque
         value = fields.get(name)
         if isinstance(value, kept):
             setattr(request, name, value)
-    limit = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    limit = fields.get("max_completion_tokens")
+    if limit is None:
+        limit = fields.get("max_tokens")
     if isinstance(limit, int):
         request.tokens_limit = limit
     return request

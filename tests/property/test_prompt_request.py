@@ -41,7 +41,7 @@ def parse(path: str, body: bytes) -> None:
         assert error.message
         return
     assert request.max_tokens is None or 0 <= request.max_tokens < 2**31
-    assert isinstance(request.model, str)
+    assert request.model is None or isinstance(request.model, str)
     assert request.opaque in (True, False)
     if isinstance(request, ChatRequest):
         with suppress(msgspec.DecodeError):

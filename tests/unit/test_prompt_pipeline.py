@@ -212,6 +212,15 @@ async def test_prompts_that_cannot_be_read_have_a_length_and_no_chunks(body, pip
     assert prompt.tokens == max(1, len(json.dumps(body)) // 4)
 
 
+async def test_nulls_do_not_cost_a_chat_its_exactness(pipeline):
+    nulls = dict.fromkeys(["model", "tools", "chat_template", "chat_template_kwargs", "documents", "reasoning_effort"])
+    chat = {"messages": [{"role": "user", "content": "x " * 1000}]}
+    prompt, same = [await prompt_of(pipeline, CHAT, chat | more) for more in ({}, nulls)]
+    assert prompt.exact
+    assert prompt.chunks
+    assert (same.exact, same.ids, same.chunks) == (prompt.exact, prompt.ids, prompt.chunks)
+
+
 async def test_a_lone_surrogate_in_arguments_is_left_to_it(tmp_path):
     (save(reference(), tmp_path) / "chat_template.jinja").write_text(template("qwen2").source)
     pipeline = PromptPipeline(config(tmp_path))

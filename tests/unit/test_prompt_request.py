@@ -62,14 +62,30 @@ def test_usage_is_wanted_only_when_asked_for():
     assert not parse(CHAT, messages=HELLO, stream_options=None).include_usage
 
 
-def test_a_missing_model_is_empty():
-    assert parse(CHAT, messages=HELLO).model == ""
+def test_a_missing_model_is_none():
+    assert parse(CHAT, messages=HELLO).model is None
 
 
-def test_nulls_are_as_absent():
-    request = parse(CHAT, model="m", messages=HELLO, stream=None, n=None, max_tokens=None, tools=None, user=None)
+NULLABLE = (
+    "model stream stream_options n max_tokens cache_salt session_id user truncate_prompt_tokens max_completion_tokens "
+    "tools chat_template chat_template_kwargs documents reasoning_effort suffix prompt_embeds"
+).split()
+
+
+@pytest.mark.parametrize("name", NULLABLE)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_nulls_are_as_absent(path, name):
+    body = {"messages": HELLO} if path == CHAT else {"prompt": "Hello!"}
+    request, without = parse(path, **body, **{name: None}), parse(path, **body)
     assert not request.opaque
-    assert not request.stream
+    assert request.model is None
+    assert (request.max_tokens, request.session, request.include_usage) == (None, None, False)
+    assert (request.stream, request.n, request.cache_salt) == (without.stream, without.n, without.cache_salt)
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "add_special_tokens"])
+def test_a_null_that_the_engine_refuses_is_left_to_it(name):
+    assert parse(CHAT, messages=HELLO, **{name: None}).opaque
 
 
 def test_what_is_kept_of_a_request_that_is_left_to_the_engine():
@@ -77,6 +93,12 @@ def test_what_is_kept_of_a_request_that_is_left_to_the_engine():
     request = parse(CHAT, messages=5 * [{"content": "no role"}], **kept)
     assert request.opaque
     assert {name: getattr(request, name) for name in kept} == kept
+
+
+def test_a_null_limit_leaves_the_older_one_to_count():
+    unreadable = {"role": "user", "content": 5}
+    for messages in (HELLO, [unreadable]):
+        assert parse(CHAT, messages=messages, max_completion_tokens=None, max_tokens=5).max_tokens == 5
 
 
 @pytest.mark.parametrize(
