@@ -39,6 +39,7 @@ _INTERNAL: Final = b"x-kvway-"
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DOT_SEGMENT: Final = re.compile(r"/(\.|%2e){1,2}(/|$)", re.IGNORECASE)
+_LOCATION: Final = re.compile(rb"(\r\nlocation:[ \t]*)(?:https?:)?//([^/?#\s]*)([^\r]*)", re.IGNORECASE)
 _ABSOLUTE_FORM: Final = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 
 
@@ -239,14 +240,17 @@ class ResponseHead(msgspec.Struct):
         return b"\r\n".join((b"HTTP/1.1" + status_line[8:], *kept, added + b"\r\n"))
 
 
-def read_response_head(raw: bytes, status: int, to_head_request: bool) -> ResponseHead:
+def read_response_head(raw: bytes, status: int, to_head_request: bool, host: bytes) -> ResponseHead:
     """Read a response head that llhttp has accepted.
 
     Args:
         raw: the head's bytes, up to and including the empty line.
         status: its status.
         to_head_request: it answers a HEAD request, so no body follows whatever it announces.
+        host: the ``Host`` the request was sent to; a redirect to it is made relative.
     """
+    if 300 <= status < 400:
+        raw = _LOCATION.sub(lambda location: _relative_location(location, host), raw)
     lines = raw[:-4].lower().split(b"\r\n")
     fields = dict([line.split(b":", 1) for line in lines[1:]])
     if to_head_request or status in (204, 304):
@@ -260,3 +264,14 @@ def read_response_head(raw: bytes, status: int, to_head_request: bool) -> Respon
     is_event_stream = plain and content_type.startswith(b"text/event-stream")
     is_readable = is_event_stream or (plain and content_type.startswith(b"application/json"))
     return ResponseHead(status, raw, fields, framing, is_event_stream, is_readable)
+
+
+def _relative_location(location: re.Match[bytes], host: bytes) -> bytes:
+    """Return a ``Location`` line without the worker's address: clients cannot reach it, and need not know it."""
+    name, authority, target = location.groups()
+    if authority.lower() != host.lower():
+        return location[0]
+    if not target.startswith(b"/"):
+        return name + b"/" + target
+    # A path of two slashes would be read as the name of another host.
+    return name + (b"/." if target[1:2] in (b"/", b"\\") else b"") + target

@@ -229,7 +229,7 @@ class Upstream(asyncio.Protocol):
             if status >= 200:
                 break
             self._complete = False  # an interim response: we asked for none, the client need not see it
-        head = read_response_head(raw, status, self._awaits_head_only)
+        head = read_response_head(raw, status, self._awaits_head_only, self._pool.host)
         self._head = raw
         self._body_follows = True
         self._framing = head.framing

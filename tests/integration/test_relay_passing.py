@@ -75,6 +75,19 @@ async def test_a_workers_error_passes_with_its_status_and_bytes(status: str) -> 
     assert got.headers["content-type"] == "application/json"
 
 
+async def test_a_redirect_to_the_worker_leads_to_the_gateway() -> None:
+    async def redirect(wire: Wire, asked: Message) -> None:
+        location = f"http://{asked.headers['host']}/v1/chat/completions?a=b"
+        wire.send(response(b"", "307 Temporary Redirect", headers={"Location": location}))
+
+    async with FakeWorker(redirect) as worker, relay([worker]) as rig, rig.connect() as client:
+        client.send(request(CHAT, "/v1/chat/completions/?a=b"))
+        got = await client.read_message()
+        assert got.start == "HTTP/1.1 307 Temporary Redirect"
+        assert got.headers["location"] == "/v1/chat/completions?a=b"
+        assert str(worker.port).encode() not in got.raw_head
+
+
 async def test_a_stream_passes_with_its_framing() -> None:
     frames = b"".join(chunk(event(f"t{n}")) for n in range(20)) + chunk(DONE) + LAST_CHUNK
     got, _ = await ask(STREAM_HEAD + frames, request(STREAMED))

@@ -160,7 +160,7 @@ def test_a_target_without_a_path_is_refused(target: bytes) -> None:
 
 def response(*lines: bytes, status: int = 200, to_head: bool = False, version: bytes = b"HTTP/1.1") -> ResponseHead:
     raw = b"\r\n".join((version + b" %d Fine" % status, *lines, b"", b""))
-    return read_response_head(raw, status, to_head)
+    return read_response_head(raw, status, to_head, b"worker:8000")
 
 
 def test_a_response_head_passes_as_it_came_with_ours_at_the_end() -> None:
@@ -223,3 +223,36 @@ def test_retry_after_is_read_in_seconds() -> None:
     assert response(b"Retry-After: 7").retry_after_s == 7
     assert response(b"Retry-After: Fri, 31 Dec 1999 23:59:59 GMT").retry_after_s == 0
     assert response().retry_after_s == 0
+
+
+@pytest.mark.parametrize(
+    ("location", "passed"),
+    [
+        (b"http://worker:8000/v1/models?a=b", b"/v1/models?a=b"),
+        (b"HTTPS://Worker:8000/v1/models", b"/v1/models"),
+        (b"//worker:8000/v1/models", b"/v1/models"),
+        (b"http://worker:8000", b"/"),
+        (b"http://worker:8000?a=b", b"/?a=b"),
+        (b"http://worker:8000//elsewhere/x", b"/.//elsewhere/x"),
+        (b"http://worker:8000/\\elsewhere/x", b"/./\\elsewhere/x"),
+    ],
+)
+def test_a_redirect_to_the_worker_itself_becomes_relative(location: bytes, passed: bytes) -> None:
+    result = response(b"Content-Length: 0", b"Location: " + location, b"X-After: 1", status=307)
+    expected = b"HTTP/1.1 307 Fine\r\nContent-Length: 0\r\nLocation: " + passed + b"\r\nX-After: 1\r\n\r\n"
+    assert result.for_client(b"") == expected
+    assert result.fields[b"location"].strip() == passed
+
+
+@pytest.mark.parametrize(
+    "location",
+    [b"/v1/models", b"http://worker:80001/x", b"http://worker/x", b"https://elsewhere/?to=http://worker:8000/x", b""],
+)
+def test_other_redirects_pass_as_they_are(location: bytes) -> None:
+    result = response(b"Location: " + location, status=307)
+    assert result.for_client(b"") == b"HTTP/1.1 307 Fine\r\nLocation: " + location + b"\r\n\r\n"
+
+
+def test_a_location_that_is_no_redirect_passes_as_it_is() -> None:
+    created = response(b"Location: http://worker:8000/v1/files/1", status=201)
+    assert b"Location: http://worker:8000/v1/files/1\r\n" in created.for_client(b"")
