@@ -60,7 +60,7 @@ class Gateway:
         else:
             self.index = MemoryIndex(config.index)
             self.approximate = ApproximateCache(self.index)
-            self.feeds = EventFeeds(self.registry, self.index, self.hasher)
+            self.feeds = EventFeeds(self.registry, self.index, self.hasher, on_taken=self.approximate.forget)
         self.observer = Observer(self.registry, config.log)
         if self.sharing is not None:
             self.sharing.expose(self.observer)

@@ -39,6 +39,7 @@ class _Shared:
     context: zmq.asyncio.Context
     silence_s: float
     on_slot: Callable[[], None] | None
+    on_taken: Callable[[int], None] | None
 
 
 class EventFeeds:
@@ -51,6 +52,7 @@ class EventFeeds:
         silence_s: seconds without a message after which an engine's replay buffer is asked.
         follow_all: follow every worker; otherwise those that ``follow`` names, while other replicas follow the rest.
         on_slot: called when a followed worker has another slot.
+        on_taken: called with every slot that is taken, before anything is in it.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class EventFeeds:
         *,
         follow_all: bool = True,
         on_slot: Callable[[], None] | None = None,
+        on_taken: Callable[[int], None] | None = None,
     ) -> None:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._shared = _Shared(registry, index, hasher, context, silence_s, on_slot)
+        self._shared = _Shared(registry, index, hasher, context, silence_s, on_slot, on_taken)
         self._follow_all = follow_all
         self._feeds: dict[Worker, _Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -146,6 +149,7 @@ class _Feed:
         self._context = shared.context
         self._silence_s = shared.silence_s
         self._on_slot = shared.on_slot
+        self._on_taken = shared.on_taken
         self._assembler: Assembler | None = None
         self._age_at = time.monotonic() + _AGE_S
         self._anew = asyncio.Event()
@@ -258,6 +262,8 @@ class _Feed:
         """Leave the present slot at once, so that nothing of it is believed any more; then take another."""
         await self._leave_slot()
         self.slot = await self._index.acquire_slot(self._worker.name)
+        if self._on_taken is not None:
+            self._on_taken(self.slot)
         if self._worker.slot == NO_SLOT:  # otherwise another replica's answers until ours has caught up
             self._show(self.slot)
 

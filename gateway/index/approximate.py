@@ -58,5 +58,5 @@ class ApproximateCache:
             await self._index.remove(slot, gone, None, its_root)
 
     def forget(self, slot: int) -> None:
-        """The slot is given back, or its worker's cache was cleared."""
+        """The slot has begun anew: it holds nothing."""
         self._caches.pop(slot, None)

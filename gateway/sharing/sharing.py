@@ -63,7 +63,14 @@ class Sharing:
         self._chunk_tokens = hasher.chunk_tokens
         self.index = RedisIndex(config)
         self.approximate = ApproximateCache(self.index, self.index.owns)
-        self.feeds = EventFeeds(registry, self.index, hasher, follow_all=False, on_slot=self.hurry)
+        self.feeds = EventFeeds(
+            registry,
+            self.index,
+            hasher,
+            follow_all=False,
+            on_slot=self.hurry,
+            on_taken=self.approximate.forget,
+        )
         self.outbox = news.Outbox(self._replica, registry)
         self.up = False
         self._ownership = Ownership(self._replica, registry, self.feeds, self.index)

@@ -252,3 +252,33 @@ async def test_a_drained_worker_gets_no_new_requests(client: openai.AsyncOpenAI,
 async def test_the_admin_config_shows_no_password() -> None:
     config = Config.model_validate({"index": {"url": "redis://user:secret@127.0.0.1:1/0"}})
     assert "secret" not in str(config.masked())
+
+
+async def test_a_restarted_worker_without_events_is_known_anew_by_what_is_sent_to_it() -> None:
+    """Its new incarnation may get the slot number of the old one, whose model must not be believed."""
+    async with SimWorker(WorkerSettings(model=MODEL, tokenizer=FILES, speed=50)) as worker:
+        config = {
+            "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0},
+            "workers": [{"url": worker.url}],
+            "models": {MODEL: {"tokenizer": str(FILES)}},
+            "prompt": {"chunk_tokens": 32},
+            "index": {"speculative_ttl_s": 0},
+            "log": {"requests": False, "level": "error"},
+        }
+        async with Gateway(Config.model_validate(config)) as gateway, httpx.AsyncClient() as client:
+            await until(lambda: bool(ready(gateway)))
+
+            async def predicted() -> int:
+                body = {"model": MODEL, "prompt": STORY, "max_tokens": 1}
+                answer = await client.post(f"http://127.0.0.1:{gateway.port}/v1/completions", json=body)
+                return int(answer.headers["x-kvway-predicted-hit-tokens"])
+
+            assert await predicted() == 0
+            known = await predicted()
+            (entry,) = gateway.registry.workers.values()
+            for _ in range(2):  # the first slot is swept, and so free again, by the second time
+                slot = entry.slot
+                gateway.feeds.restarted(entry)
+                await until(lambda slot=slot: entry.slot not in (-1, slot))
+                assert await predicted() == 0
+                assert await predicted() == known > 0
