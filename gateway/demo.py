@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from policies.chunks import ChunkHasher
+from sim.ports import free_ports
 from sim.tokens import WorkerTokenizer
 from sim.workload import Session, Turn, coding_agents, read_agent_text
 
@@ -185,7 +185,7 @@ async def _fleet(policy: str, capacity: int, speed: float) -> AsyncIterator[str]
 
 def _commands(policy: str, capacity: int, speed: float, folder: Path) -> tuple[str, str, list[list[str]]]:
     """Return the gateway's public and admin URL, and the command lines of the workers and the gateway."""
-    ports = _free_ports(2 + 3 * len(TIERS))
+    ports = free_ports(2 + 3 * len(TIERS))
     public, admin = ports[:2]
     workers, commands = [], []
     for number, (hbm, host) in enumerate(TIERS):
@@ -274,11 +274,3 @@ async def _send(client: httpx.AsyncClient, turn: Turn, speed: float, result: Res
     result.ttfts.append((first - started) * speed)
     result.prompt_tokens += usage["prompt_tokens"]
     result.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]

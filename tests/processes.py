@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,16 +14,11 @@ from typing import Any
 import httpx
 import yaml
 
+from sim.ports import free_ports
+
+__all__ = ["ROOT", "free_ports", "kvway", "running", "wait_for", "write_config"]
+
 ROOT = Path(__file__).parent.parent
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody listens on, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 @contextlib.contextmanager

@@ -413,7 +413,7 @@ async def test_passwords_are_used_and_not_logged(
 
 def test_a_url_that_is_not_one_of_redis_is_a_mistake_in_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"index\.url"):
-        RedisIndex(IndexConfig(backend="redis", url="http://127.0.0.1:6379"))
+        RedisIndex(IndexConfig(backend="redis", url="redis://127.0.0.1:none"))
 
 
 async def _says(index: RedisIndex, chunks: list[bytes], slot: int, expected: int) -> bool:

@@ -45,7 +45,7 @@ class Service:
 
 @contextmanager
 def service(folder: Path, config: dict[str, Any]) -> Iterator[Service]:
-    port, *admin_ports = _consecutive_admin_ports()
+    port, *admin_ports = free_ports(3)  # neighbours, as process k has admin port + k
     config["server"] |= {"port": port, "admin_port": admin_ports[0]}
     config["index"] = {"timeout_s": 0.5}
     with running(kvway("serve", "-c", write_config(folder, config), "--processes", "2")) as process:
@@ -140,13 +140,6 @@ async def _completion(running_service: Service) -> int:
     async with httpx.AsyncClient(timeout=20) as client:
         url = f"http://127.0.0.1:{running_service.port}/v1/completions"
         return (await client.post(url, json=completion("hello"))).status_code
-
-
-def _consecutive_admin_ports() -> list[int]:
-    while True:
-        public, first, _ = ports = sorted(free_ports(3))
-        if first + 1 not in ports and first + 1 < 65_536:
-            return [public, first, first + 1]
 
 
 def _is_alive(pid: int) -> bool:
