@@ -38,8 +38,9 @@ CHUNK_TOKENS = 128
 START_ATTEMPTS = 3
 STREAM_INTERVAL = 8  # tokens per chunk: fewer wake-ups, for six processes that may share two cores
 LOAD_OF_CAPACITY = 0.8  # working set as a share of the fleet's cache: below, every policy hits; far above, none does
-# Shares of the fleet's cache as (HBM, host DRAM): two workers with HBM only, two that offload to their host.
-TIERS = ((0.25, 0.0), (0.25, 0.0), (0.15, 0.10), (0.15, 0.10))
+# Shares of the fleet's cache as (HBM, host DRAM): two workers with HBM only, and two whose host keeps copies of what
+# is cached in HBM and goes on to keep them when HBM lets go, so that the larger tier is what such a worker can hold.
+TIERS = ((0.25, 0.0), (0.25, 0.0), (0.15, 0.25), (0.15, 0.25))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,14 @@ def _commands(policy: str, capacity: int, speed: float, folder: Path) -> tuple[s
             "--kv-replay": published["replay_endpoint"],
         }
         commands.append(["worker", *(str(word) for flag in flags.items() for word in flag)])
-        workers.append({"name": f"worker-{number}", "url": f"http://127.0.0.1:{port}", "kv_events": published})
+        workers.append(
+            {
+                "name": f"worker-{number}",
+                "url": f"http://127.0.0.1:{port}",
+                "kv_events": published,
+                "kv_capacity_tokens": round(max(hbm, host) * capacity),
+            }
+        )
     config = {
         "server": {"host": "127.0.0.1", "port": public, "admin_port": admin, "drain_s": 1},
         "workers": workers,

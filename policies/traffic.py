@@ -19,6 +19,8 @@ from policies.base import FleetView, Floats
 MAX_UTILISATION: Final = 0.95
 MAX_ENDS: Final = 8192  # prefixes remembered
 MAX_WORKERS: Final = 16_384  # beyond, what is known of workers that are gone is forgotten
+PRIOR_GROWTH_TOKENS: Final = 4096.0  # what a conversation is taken to add before any has been seen to
+PRIOR_CONVERSATIONS: Final = 8.0  # how many conversations that opinion is worth
 RESOLUTION_S: Final = 0.05  # sums are brought up to date no more often: decay over less than this is nothing
 
 
@@ -40,6 +42,7 @@ class Traffic:
         "_memory_s",
         "_names",
         "_rate_window_s",
+        "_reserved",
         "_rows",
         "_turnover",
         "_version",
@@ -56,6 +59,7 @@ class Traffic:
         self._ends: OrderedDict[bytes, tuple[float, float, int, bool]] = OrderedDict()
         self._known: dict[str, int] = {}  # worker → its row in _turnover
         self._turnover: list[float] = []
+        self._reserved: list[float] = []  # tokens counted in _turnover that conversations are still to add
         self._names: Sequence[str] = ()  # the candidates of the last decision …
         self._version = -1
         self._rows: list[int] = []  # … and their rows
@@ -74,6 +78,7 @@ class Traffic:
             self._continued_tokens *= memory_decay
             self._conversations *= memory_decay
             self._turnover = [turnover * memory_decay for turnover in self._turnover]
+            self._reserved = [tokens * memory_decay for tokens in self._reserved]
 
     def crowding(self) -> float:
         """Return ``(λ/n)/(1 − ρ)``: how many requests per second of queue a worker makes wait (M/G/1)."""
@@ -91,8 +96,9 @@ class Traffic:
         return list(map(self._turnover.__getitem__, self._rows))
 
     def growth_tokens(self) -> float:
-        """Return how many tokens a new conversation has gone on to add to its worker's cache, on average."""
-        return self._continued_tokens / (self._conversations + 1.0)
+        """Return how many tokens a new conversation goes on to add to its worker's cache, on average."""
+        prior_tokens = PRIOR_GROWTH_TOKENS * PRIOR_CONVERSATIONS
+        return (self._continued_tokens + prior_tokens) / (self._conversations + PRIOR_CONVERSATIONS)
 
     def met(self, chunk: bytes, prompt_tokens: int, more: bool, now: float) -> float:
         """Return how many conversations started from the prefix that ends with ``chunk``, and count this one.
@@ -126,23 +132,31 @@ class Traffic:
         """
         self._arrivals += 1.0
         self._busy_s += work_s
+        known = self._rows[row]
         if fresh:
+            # Room that it is going to need is taken at once: conversations that begin together spread.
+            taken = new_tokens + self.growth_tokens()
+            self._reserved[known] += taken - new_tokens
             self._conversations += 1.0
         else:
+            taken = new_tokens - min(new_tokens, self._reserved[known])
+            self._reserved[known] -= new_tokens - taken
             self._continued_tokens += new_tokens
         if capacity_tokens > 0:
-            self._turnover[self._rows[row]] += new_tokens / capacity_tokens
+            self._turnover[known] += taken / capacity_tokens
 
     def _follow(self, fleet: FleetView) -> None:
         """Find the candidates' rows; sets of candidates differ by adapter, by retry, and as workers come and go."""
         if len(self._known) > MAX_WORKERS:
             self._known = {}
             self._turnover = []
+            self._reserved = []
         strangers = [name for name in fleet.names if name not in self._known]
         if strangers:
             # a newcomer at zero would attract every new conversation; at the mean it gets its share
             mean = fmean(self._turnover) if self._known else 0.0
             self._turnover += [mean] * len(strangers)
+            self._reserved += [0.0] * len(strangers)
             self._known |= {name: row for row, name in enumerate(strangers, start=len(self._known))}
         self._rows = [self._known[name] for name in fleet.names]
         self._names, self._version = fleet.names, fleet.version

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from policies.base import FleetView
-from policies.traffic import MAX_ENDS, Traffic
+from policies.traffic import MAX_ENDS, PRIOR_CONVERSATIONS, PRIOR_GROWTH_TOKENS, Traffic
 from tests.fleets import make_fleet
 
 
@@ -36,7 +36,7 @@ def test_nothing_is_crowded_before_the_first_request(traffic):
 def test_rates_decay_over_their_window_and_caches_over_theirs(traffic):
     fleet = make_fleet(4)
     traffic.advance(fleet, 0.0)
-    traffic.decided(1, fresh=True, new_tokens=100, work_s=0.0, capacity_tokens=1000)
+    traffic.decided(1, fresh=False, new_tokens=100, work_s=0.0, capacity_tokens=1000)
     before = traffic.crowding()
     traffic.advance(fleet, 60.0)
     assert traffic.crowding() == pytest.approx(before / 2.71828, rel=1e-4)
@@ -52,18 +52,18 @@ def test_turnover_follows_workers_by_name_through_changing_sets_of_candidates(tr
     fleet = make_fleet(4)
     traffic.advance(fleet, 0.0)
     for row in range(4):
-        traffic.decided(row, fresh=True, new_tokens=100 * row, work_s=0.0, capacity_tokens=1000)
+        traffic.decided(row, fresh=False, new_tokens=100 * row, work_s=0.0, capacity_tokens=1000)
     some = fleet.take(np.array([3, 1]))
     traffic.advance(some, 0.0)
     assert traffic.turnover.tolist() == [0.3, 0.1]
-    traffic.decided(1, fresh=True, new_tokens=100, work_s=0.0, capacity_tokens=1000)
+    traffic.decided(1, fresh=False, new_tokens=100, work_s=0.0, capacity_tokens=1000)
     traffic.advance(fleet, 0.0)
     assert traffic.turnover.tolist() == [0, 0.2, 0.2, 0.3]
 
 
 def test_a_newcomer_starts_at_the_mean_so_that_it_does_not_attract_everything(traffic):
     for row in range(4):
-        traffic.decided(row, fresh=True, new_tokens=100 * row, work_s=0.0, capacity_tokens=1000)
+        traffic.decided(row, fresh=False, new_tokens=100 * row, work_s=0.0, capacity_tokens=1000)
     traffic.advance(FleetView(["worker-3", "new"]), 0.0)
     assert traffic.turnover.tolist() == pytest.approx([0.3, 0.15])
 
@@ -90,7 +90,18 @@ def test_growth_is_what_conversations_add_after_their_first_request(traffic):
         traffic.decided(0, fresh=True, new_tokens=5000, work_s=0.0, capacity_tokens=0)
         traffic.decided(0, fresh=False, new_tokens=700, work_s=0.0, capacity_tokens=0)
         traffic.decided(0, fresh=False, new_tokens=300, work_s=0.0, capacity_tokens=0)
-    assert traffic.growth_tokens() == pytest.approx(9000 / 10)
+    prior = PRIOR_GROWTH_TOKENS * PRIOR_CONVERSATIONS
+    assert traffic.growth_tokens() == pytest.approx((9000 + prior) / (9 + PRIOR_CONVERSATIONS))
+
+
+def test_a_new_conversation_takes_the_room_it_is_going_to_need_at_once_and_only_once(traffic):
+    traffic.decided(0, fresh=True, new_tokens=300, work_s=0.0, capacity_tokens=10_000)
+    reserved = (300 + PRIOR_GROWTH_TOKENS) / 10_000
+    assert traffic.turnover[0] == pytest.approx(reserved)
+    traffic.decided(0, fresh=False, new_tokens=PRIOR_GROWTH_TOKENS, work_s=0.0, capacity_tokens=10_000)
+    assert traffic.turnover[0] == pytest.approx(reserved)
+    traffic.decided(0, fresh=False, new_tokens=500, work_s=0.0, capacity_tokens=10_000)
+    assert traffic.turnover[0] == pytest.approx(reserved + 0.05)
 
 
 def test_a_prefix_that_many_conversations_start_from_is_counted(traffic):
