@@ -19,8 +19,8 @@ from policies.base import FleetView, Floats
 MAX_UTILISATION: Final = 0.95
 MAX_ENDS: Final = 8192  # prefixes remembered
 MAX_WORKERS: Final = 16_384  # beyond, what is known of workers that are gone is forgotten
-PRIOR_GROWTH_TOKENS: Final = 4096.0  # what a conversation is taken to add before any has been seen to
-PRIOR_CONVERSATIONS: Final = 8.0  # how many conversations that opinion is worth
+PRIOR_GROWTH_TOKENS: Final = 2048.0  # what a conversation is taken to add before any has been seen to
+PRIOR_CONVERSATIONS: Final = 16.0  # how many conversations that opinion is worth
 RESOLUTION_S: Final = 0.05  # sums are brought up to date no more often: decay over less than this is nothing
 
 

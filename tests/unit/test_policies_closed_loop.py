@@ -163,4 +163,4 @@ def test_expected_cost_spreads_what_is_new_evenly_over_the_workers(outcomes):
 def test_the_first_token_comes_sooner_than_with_any_baseline(outcomes):
     for quantile in (0.5, 0.9, 0.99):
         ours, *theirs = (np.quantile(outcome.ttft_s, quantile) for outcome in outcomes.values())
-        assert ours <= min(theirs)
+        assert ours <= min(theirs) + 1e-9  # sums of the same times in another order
