@@ -89,10 +89,6 @@ class Residency:
         """Return the leading tokens that one candidate holds."""
         return int(self.hit_tokens[row]) if self._tiers is None else sum(self._tiers[row])
 
-    def in_hbm(self, row: int) -> int:
-        """Return those of them that lie in HBM."""
-        return int(self.by_tier[row, Tier.HBM]) if self._tiers is None else self._tiers[row][Tier.HBM]
-
     def take(self, rows: Ints) -> Residency:
         """Return the residency restricted to ``rows``."""
         return Residency(self.hit_tokens[rows], self.by_tier[rows])

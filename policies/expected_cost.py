@@ -144,8 +144,7 @@ class ExpectedCost:
             a, b, c = fleet.state[A : C + 1, row].tolist()
             granted = charged[row]
             work_s += prefill_seconds(prompt - hit, hit, a, b, c) - prefill_seconds(prompt - granted, granted, a, b, c)
-        taken_in = prompt - min(hit, residency.in_hbm(row))
-        traffic.decided(row, start.fresh, taken_in, work_s, fleet.state.item(CAPACITY, row))
+        traffic.decided(row, start.fresh, prompt - hit, work_s, fleet.state.item(CAPACITY, row))
         return Decision(
             row,
             hit,
@@ -187,7 +186,7 @@ class ExpectedCost:
             wait = (queued + abs(queued)) * 0.5  # never below 0
             work = prefill_seconds(new, hit, a, b, c) + reload_seconds(host, disk, remote, host_s, disk_s, remote_s)
             pi = (wait + work * 0.5) * crowding
-            displacement = (new + host + disk + remote + growth) * b * turnover * reuse
+            displacement = (new + growth) * b * turnover * reuse
             excess = (pending_tokens + decode_tokens * decode_weight - prompt) * b
             return wait + (pi + 1.0) * (work + displacement), excess, work, wait, pi, displacement
 

@@ -27,8 +27,9 @@ RESOLUTION_S: Final = 0.05  # sums are brought up to date no more often: decay o
 class Traffic:
     """Arrivals, cache turnover and branching prefixes of one model.
 
-    A worker's turnover is how many times over its HBM cache was filled anew of late: the higher it is, the younger are
-    the tokens that it evicts, and the likelier they would have been used again.
+    A worker's turnover is how many times over its cache was filled anew of late: the higher it is, the younger are the
+    tokens that it evicts, and the likelier they would have been used again. What a lower tier gives back to HBM is not
+    new: what makes room for it has a copy there too.
     """
 
     __slots__ = (
@@ -126,9 +127,9 @@ class Traffic:
         Args:
             row: the worker.
             fresh: whether a new conversation begins there.
-            new_tokens: tokens that its HBM takes in.
+            new_tokens: tokens that its cache takes in.
             work_s: seconds of its prefill.
-            capacity_tokens: size of its HBM cache, 0 if unknown.
+            capacity_tokens: size of its cache, 0 if unknown.
         """
         self._arrivals += 1.0
         self._busy_s += work_s

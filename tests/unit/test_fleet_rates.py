@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from gateway.config import WorkerConfig
+from gateway.config import PrefillConfig, WorkerConfig
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.rates import PrefillRates
 from gateway.fleet.registry import Registry, Worker
@@ -96,3 +96,28 @@ def test_a_worker_whose_prefill_is_configured_as_free_stays_free(registry):
     for _ in range(100):
         rates.observe(worker, 1000, 0, 1.0)
     assert rates.scale(worker) == 1.0
+
+
+def test_workers_that_are_alike_are_taken_to_be_as_fast_as_the_one_that_was_seen(registry, rates, worker):
+    twin = Worker.from_config(CONFIG.model_copy(update={"name": "b"}))
+    other = Worker.from_config(CONFIG.model_copy(update={"name": "c", "prefill": PrefillConfig(b_s=1e-3)}))
+    registry.add(twin)
+    registry.add(other)
+    for _ in range(100):
+        rates.observe(worker, 8000, 0, prefill_s(8000, 0) / 2)
+    late = Worker.from_config(CONFIG.model_copy(update={"name": "d"}))
+    registry.add(late)
+    rates.observe(worker, 8000, 0, prefill_s(8000, 0) / 2)
+    assert rates.scale(twin) == rates.scale(late) == pytest.approx(rates.scale(worker)) == pytest.approx(0.5)
+    assert registry.fleet.prefill_b_s[late.row] == pytest.approx(CONFIG.prefill.b_s / 2)
+    assert rates.scale(other) == 1.0
+
+
+def test_what_was_presumed_of_a_worker_gives_way_to_what_is_seen_there(registry, rates, worker):
+    twin = Worker.from_config(CONFIG.model_copy(update={"name": "b"}))
+    registry.add(twin)
+    for _ in range(100):
+        rates.observe(worker, 8000, 0, prefill_s(8000, 0) / 2)
+        rates.observe(twin, 8000, 0, prefill_s(8000, 0) * 2)
+    assert rates.scale(worker) == pytest.approx(0.5, rel=0.05)
+    assert rates.scale(twin) == pytest.approx(2.0, rel=0.05)

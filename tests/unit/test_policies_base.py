@@ -148,7 +148,6 @@ def test_a_residency_of_lists_is_that_of_the_arrays():
         assert residency.hits() == [512, 512, 0]
         assert residency.tiers() == [[512, 0, 0, 0], [0, 256, 0, 256], [0] * 4]
         assert [residency.hit(row) for row in range(3)] == [512, 512, 0]
-        assert [residency.in_hbm(row) for row in range(3)] == [512, 0, 0]
         assert residency.take(np.array([1])).tiers() == [[0, 256, 0, 256]]
     assert listed.hit_tokens.dtype == listed.by_tier.dtype == np.int64
     assert listed.by_tier.shape == (3, 4)
@@ -158,7 +157,7 @@ def test_what_is_written_to_the_arrays_of_a_residency_counts():
     residency = Residency.of_lists([[512, 0, 0, 0]])
     residency.hit_tokens[0] = residency.by_tier[0, 0] = 256
     assert (residency.hits(), residency.tiers()) == ([256], [[256, 0, 0, 0]])
-    assert (residency.hit(0), residency.in_hbm(0)) == (256, 256)
+    assert residency.hit(0) == 256
 
 
 def test_a_residency_has_no_other_attributes():

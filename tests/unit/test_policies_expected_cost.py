@@ -150,6 +150,21 @@ def test_a_worker_whose_cache_turns_over_is_charged_for_what_it_would_displace(p
     assert off.decide(make_request(5000), fleet, Residency.none(2), now=0.0).breakdown(fleet)[0]["displacement_s"] == 0
 
 
+def test_what_is_brought_back_from_a_lower_tier_displaces_nothing(policy):
+    fleet = make_fleet(1, capacity=50_000)
+    for conversation in range(20):
+        policy.decide(make_request(5000, conversation), fleet, Residency.none(1), now=0.0)
+    charged = [
+        copy.deepcopy(policy)
+        .decide(make_request(5000), fleet, make_residency([4864], tier=tier), now=0.0)
+        .breakdown(fleet)[0]
+        for tier in (Tier.HBM, Tier.HOST)
+    ]
+    assert charged[0]["displacement_s"] > 0
+    assert charged[1]["displacement_s"] == pytest.approx(charged[0]["displacement_s"])
+    assert charged[0]["work_s"] < charged[1]["work_s"]
+
+
 def test_the_price_of_delaying_others_grows_with_traffic_and_can_be_switched_off():
     for price in (True, False):
         policy, fleet = create_policy("expected-cost", {"price": price}), make_fleet(2)
