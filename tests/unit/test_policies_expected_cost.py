@@ -151,7 +151,7 @@ def test_a_worker_whose_cache_turns_over_is_charged_for_what_it_would_displace(p
 
 
 def test_what_is_brought_back_from_a_lower_tier_displaces_nothing(policy):
-    fleet = make_fleet(1, capacity=50_000)
+    fleet = make_fleet(1, capacity=50_000, reload_host_s=[5e-6])
     for conversation in range(20):
         policy.decide(make_request(5000, conversation), fleet, Residency.none(1), now=0.0)
     charged = [
