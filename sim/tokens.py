@@ -2,12 +2,12 @@
 
 ``WorkerTokenizer`` reads a model's tokenizer files and renders its chat template, as vLLM does. ``ByteTokenizer`` needs
 no files: a token is four bytes of text. Both also invent answers, which read back as the very tokens they were made of:
-the next turn of a conversation then finds the blocks of this one's answer.
+the next turn of a conversation then finds the blocks of this one's answer. Answers are those of a model at temperature
+0: a prompt that ends with the beginning of one is answered with its rest.
 """
 
 from __future__ import annotations
 
-import random
 import re
 from abc import ABC, abstractmethod
 from array import array
@@ -19,6 +19,7 @@ from typing import Any, Final, NoReturn
 import jinja2
 import mmh3
 import msgspec
+import numpy as np
 import tokenizers
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -29,7 +30,8 @@ from sim.cache import Tokens
 
 _WORD: Final = re.compile(r"[Ġ▁][a-z]+")
 _MAX_WORDS: Final = 2048
-
+_BASE: Final = 0x9E3779B97F4A7C15  # odd, so that no power of it is 0 modulo 2^64
+_MASK: Final = 2**64 - 1
 
 _SAMPLE: Final = "A naïve test:\n\tdef f(x): return 3.14 * x['ключ']  # 你好 🙂 \u200d\r\n" * 2
 
@@ -87,13 +89,18 @@ class Tokenizer(ABC):
         """Return the text each token adds to a stream, "" where a character is not yet complete."""
 
     @abstractmethod
-    def _random_ids(self, rng: random.Random, count: int) -> list[int]:
-        """Return ``count`` ids of words whose text reads back as themselves."""
+    def _word(self, draw: int) -> int:
+        """Return the id of a word whose text reads back as itself, chosen by ``draw``, a random number of 64 bits."""
 
     def answer(self, prompt: Tokens, length: int) -> Tokens:
-        """Return ``length`` invented output ids, always the same for the same prompt."""
-        rng = random.Random(mmh3.hash128(prompt.tobytes()))
-        return array("I", self._random_ids(rng, length))
+        """Return ``length`` invented output ids. Each follows from all tokens before it, and from nothing else."""
+        ids = array("I")
+        state = _digest(prompt)
+        for _ in range(length):
+            token = self._word(mmh3.hash64(state.to_bytes(8, "little"), signed=False)[0])
+            ids.append(token)
+            state = (state * _BASE + token) & _MASK
+        return ids
 
     def encode_body(self, body: Mapping[str, Any]) -> Tokens:
         """Return the prompt of an OpenAI body, chat or completion with one prompt."""
@@ -136,9 +143,9 @@ class ByteTokenizer(Tokenizer):
         """Return the text of each token; characters cut by a token's end become U+FFFD."""
         return [token.to_bytes(TOKEN_BYTES, "little").rstrip(b"\0").decode("utf-8", "replace") for token in ids]
 
-    def _random_ids(self, rng: random.Random, count: int) -> list[int]:
-        letters = range(ord("a"), ord("z") + 1)
-        return [int.from_bytes(bytes((ord(" "), *rng.choices(letters, k=3))), "little") for _ in range(count)]
+    def _word(self, draw: int) -> int:
+        letters = (draw % 26, draw // 26 % 26, draw // 676 % 26)
+        return int.from_bytes((ord(" "), *(ord("a") + letter for letter in letters)), "little")
 
 
 class WorkerTokenizer(Tokenizer):
@@ -197,8 +204,8 @@ class WorkerTokenizer(Tokenizer):
             raise PromptError("the prompt is not valid Unicode") from None
         return array("I", encoding.ids)
 
-    def _random_ids(self, rng: random.Random, count: int) -> list[int]:
-        return rng.choices(self._words, k=count)
+    def _word(self, draw: int) -> int:
+        return self._words[draw % len(self._words)]
 
     def _find_words(self) -> list[int]:
         """Return the ids of lower-case words with a space before them that are tokenized as that one id."""
@@ -209,6 +216,15 @@ class WorkerTokenizer(Tokenizer):
         encodings = self._tokenizer.encode_batch([f"a {token[1:]}" for _, token in words], add_special_tokens=False)
         stable = [word for (word, _), encoding in zip(words, encodings, strict=True) if encoding.ids[-1:] == [word]]
         return stable or list(range(self.vocab_size))
+
+
+def _digest(ids: Tokens) -> int:
+    """Return the polynomial hash of a prompt, ``Σ id_i · BASE^(n-1-i) mod 2^64``: one more token is one step more."""
+    if not ids:
+        return 0
+    powers = np.full(len(ids), _BASE, np.uint64)
+    powers[0] = 1
+    return int(np.frombuffer(ids, np.uint32).astype(np.uint64)[::-1] @ np.cumprod(powers))
 
 
 def _fast_twin(exact: tokenizers.Tokenizer) -> Any:

@@ -36,6 +36,22 @@ def test_an_answer_depends_on_the_prompt_and_nothing_else(tokenizer):
     assert tokenizer.answer(prompt, 20) != tokenizer.answer(other, 20)
 
 
+def test_a_prompt_that_ends_with_the_beginning_of_an_answer_is_answered_with_its_rest(tokenizer):
+    prompt = tokenizer.encode_text("a prompt")
+    answer = tokenizer.answer(prompt, 20)
+    assert len(set(answer)) > 10
+    for sent in (1, 7, 19):
+        assert tokenizer.answer(prompt + answer[:sent], 20 - sent) == answer[sent:]
+
+
+def test_an_interrupted_chat_is_continued_with_the_tokens_it_would_have_had(tokenizer):
+    prompt = tokenizer.encode_chat(Chat([USER]))
+    answer = tokenizer.answer(prompt, 20)
+    partial = {"role": "assistant", "content": "".join(tokenizer.pieces(answer[:8]))}
+    opened = Chat([USER, partial], add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.encode_chat(opened) == prompt + answer[:8]
+
+
 def test_a_body_is_a_chat_a_text_or_ids(tokenizer):
     assert tokenizer.encode_body({"messages": [USER]}) == tokenizer.encode_chat(Chat([USER]))
     assert tokenizer.encode_body({"prompt": "some text"}) == tokenizer.encode_text("some text")
