@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from gateway import __version__
+from sim.plan_commands import plan_app
 
 app = typer.Typer(
     name="kvway",
@@ -17,6 +18,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(plan_app, name="plan")
 
 ConfigOption = Annotated[
     Path | None,

@@ -1,0 +1,180 @@
+"""The command ``kvway plan``: what a fleet needs, worked out with formulas."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from policies.cost import ModelShape
+
+plan_app = typer.Typer(
+    help="Work out footprints, break-even points, fleet and tier sizes from formulas and measured constants.",
+    no_args_is_help=True,
+)
+
+ModelOption = Annotated[str, typer.Option(help="model, for instance llama-3.1-70b, qwen3-32b")]
+PrecisionOption = Annotated[str, typer.Option(help="of the KV cache: fp16, bf16, fp8, int4")]
+ProfileOption = Annotated[str, typer.Option(help="worker: model/gpu/tensor-parallel")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+TokensOption = Annotated[int, typer.Option(min=1, help="length of the sequence")]
+
+_GB = 1e9
+
+
+def fail(message: object) -> NoReturn:
+    """Print what is wrong and exit with 2."""
+    typer.echo(f"kvway plan: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _shape(model: str, precision: str) -> ModelShape:
+    from sim.shapes import PRECISIONS, find_shape
+
+    if precision not in PRECISIONS:
+        fail(f"unknown precision {precision!r}. Known: {', '.join(PRECISIONS)}.")
+    try:
+        return replace(find_shape(model), element_bytes=PRECISIONS[precision])
+    except ValueError as error:
+        fail(error)
+
+
+def _print(title: str, columns: list[str], rows: list[list[str]], caption: str = "") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@plan_app.command()
+def footprint(
+    model: ModelOption = "llama-3.1-70b",
+    tokens: TokensOption = 32_768,
+    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 1,
+    block: Annotated[int, typer.Option(min=1, help="tokens per KV block of the engine")] = 16,
+    precision: PrecisionOption = "fp16",
+    as_json: JsonOption = False,
+) -> None:
+    """KV cache that sequences take, exactly and in whole blocks."""
+    from sim import plan
+
+    shape = _shape(model, precision)
+    found = plan.footprint(shape, tokens, batch, block)
+    if as_json:
+        typer.echo(json.dumps({"kv_bytes_per_token": shape.kv_bytes_per_token, **asdict(found)}))
+        return
+    rows = [
+        ["KV bytes per token", f"{shape.kv_bytes_per_token:,.0f}"],
+        ["KV cache", f"{found.exact_bytes / _GB:,.2f} GB"],
+        [f"in blocks of {block} tokens", f"{found.paged_bytes / _GB:,.2f} GB"],
+        ["added by paging", f"{found.overhead:.4%} (at most {found.overhead_bound:.4%})"],
+    ]
+    _print(f"{batch} x {tokens:,} tokens of {model}, {precision}", ["", "value"], rows)
+
+
+@plan_app.command("break-even")
+def break_even(
+    model: ModelOption = "llama-3.1-70b",
+    tokens: TokensOption = 32_768,
+    tflops: Annotated[float, typer.Option(min=0.001, help="attainable TFLOPS of a worker, not the data sheet's")] = 400,
+    profile: Annotated[str, typer.Option(help="fitted prefill times of model/gpu/tensor-parallel, not TFLOPS")] = "",
+    attention: Annotated[bool, typer.Option(help="count the quadratic term of attention")] = False,
+    reuse: Annotated[float, typer.Option(min=0, max=1, help="probability that the prefix is asked for again")] = 1.0,
+    tier: Annotated[list[str] | None, typer.Option(help="name=GB/s of a tier of your own; may be repeated")] = None,
+    precision: PrecisionOption = "fp16",
+    as_json: JsonOption = False,
+) -> None:
+    """Reload a prefix from a tier, or recompute it? Every tier against the prefill."""
+    from sim import plan
+    from sim.profiles import LINKS, find_profile
+
+    shape = _shape(model, precision)
+    try:
+        fitted = find_profile(profile) if profile else None
+        links = dict(map(_tier, tier)) if tier else dict(LINKS)
+    except ValueError as error:
+        fail(error)
+    found = plan.break_even(shape, tokens, links, flops=tflops * 1e12, profile=fitted, attention=attention, reuse=reuse)
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+        return
+    rows = [
+        [
+            each.tier,
+            f"{each.link.bytes_per_s / _GB:,.2f}",
+            f"{each.seconds:,.4f}",
+            f"{each.speedup:,.1f}x",
+            "reload" if each.pays else "recompute",
+            f"{each.benefit_s:,.3f}",
+        ]
+        for each in found.tiers
+    ]
+    _print(
+        f"{tokens:,} tokens of {model}: {found.size_bytes / _GB:,.2f} GB, recomputed in {found.recompute_s:,.2f} s",
+        ["tier", "GB/s", "reload s", "speed-up", "faster", "benefit s"],
+        rows,
+        f"Reloading is faster from tiers above {found.bytes_per_s / _GB:,.2f} GB/s.",
+    )
+
+
+def _tier(text: str) -> tuple[str, Any]:
+    from sim.profiles import Link
+
+    name, _, speed = text.partition("=")
+    try:
+        gb_s = float(speed)
+    except ValueError:
+        gb_s = 0.0
+    if not name or not 0 < gb_s < float("inf"):
+        raise ValueError(f"--tier {text!r} is not name=GB/s; write for instance --tier nvme=14")
+    return name, Link(gb_s * _GB, 0.0)
+
+
+@plan_app.command()
+def fleet(
+    rate: Annotated[float, typer.Option(min=0.0001, help="requests per second of the whole fleet")] = 10.0,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt, on average")] = 8_000,
+    output: Annotated[int, typer.Option(min=1, help="tokens of an answer, on average")] = 300,
+    hit: Annotated[float, typer.Option(min=0, max=1, help="share of prompt tokens found in cache")] = 0.0,
+    ttft: Annotated[float, typer.Option(min=0.001, help="target for the time to first token, seconds")] = 2.0,
+    itl: Annotated[float, typer.Option(min=0.0001, help="target for the mean time between tokens, seconds")] = 0.05,
+    quantile: Annotated[float, typer.Option(min=0, max=0.9999, help="of TTFT that must meet its target")] = 0.9,
+    variation: Annotated[float, typer.Option(min=0, help="coefficient of variation of prefill times")] = 1.0,
+    capacity: Annotated[int, typer.Option(min=0, help="KV tokens of a worker, 0: what fits into its HBM")] = 0,
+    profile: ProfileOption = "llama-3.1-70b/h100/4",
+    as_json: JsonOption = False,
+) -> None:
+    """The smallest fleet that meets targets for TTFT and ITL."""
+    from sim import plan
+    from sim.profiles import find_profile
+    from sim.shapes import kv_capacity_tokens
+
+    traffic = plan.Traffic(rate, prompt, output, hit, variation)
+    try:
+        speed = find_profile(profile)
+        tokens = capacity or kv_capacity_tokens(profile)
+        found = plan.size_fleet(speed, traffic, ttft, itl, tokens, quantile)
+    except ValueError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps({"profile": profile, "kv_capacity_tokens": tokens, **asdict(found)}))
+        return
+    rows = [
+        ["workers", f"{found.workers:,}", ""],
+        ["GPUs", f"{found.gpus:,}", ""],
+        [f"TTFT, p{quantile * 100:g}", f"{found.ttft_quantile_s:.3f} s", f"{ttft:g} s"],
+        ["TTFT, mean", f"{found.ttft_s:.3f} s", ""],
+        ["ITL, mean", f"{found.itl_s * 1e3:.1f} ms", f"{itl * 1e3:g} ms"],
+        ["utilisation", f"{found.utilisation:.0%}", ""],
+        ["requests in decode per worker", f"{found.batch:.1f}", ""],
+        ["KV tokens in use per worker", f"{found.kv_tokens:,.0f}", f"{tokens:,}"],
+    ]
+    _print(f"{rate:g} requests/s of {prompt:,} + {output:,} tokens on {profile}", ["", "value", "bound"], rows)

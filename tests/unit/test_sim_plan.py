@@ -1,0 +1,172 @@
+"""The planner's figures: those that were published come out, and the fleets it names meet their targets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gateway.cli import app
+from policies.cost import LLAMA_3_70B
+from sim import plan
+from sim.profiles import LINKS, PROFILES, Link, find_profile
+from sim.shapes import find_shape, kv_capacity_tokens
+
+H100 = find_profile("llama-3.1-70b/h100/4")
+TFLOPS = 1e12
+GB = 1e9
+GIB = 2**30
+
+
+def kvway(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def answer(*words: object) -> dict[str, Any]:
+    result = kvway(*words, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "gigabytes"),
+    [(128_000, 1, 41.94), (32_768, 1, 10.74), (4_000, 1, 1.31), (4_096, 1, 1.34), (8_000, 1, 2.62)],
+)
+def test_footprints_of_a_70b_are_the_published_ones(tokens: int, batch: int, gigabytes: float) -> None:
+    found = answer("plan", "footprint", "--tokens", tokens, "--batch", batch)
+    assert found["kv_bytes_per_token"] == 327_680
+    assert found["exact_bytes"] / GB == pytest.approx(gigabytes, abs=0.005)
+
+
+@pytest.mark.parametrize(("tokens", "batch", "published"), [(8_192, 1, 2.56), (32_768, 4, 40.96), (131_072, 8, 327.68)])
+def test_batches_of_a_70b_take_what_was_published(tokens: int, batch: int, published: float) -> None:
+    # Published as GiB, but reckoned as 0.32 per 1,024 tokens: 2.4 % more than the GiB they are.
+    exact = plan.footprint(LLAMA_3_70B, tokens, batch, 16).exact_bytes
+    assert exact / GIB * 1.024 == pytest.approx(published)
+
+
+def test_paging_adds_at_most_a_block_less_a_token() -> None:
+    found = plan.footprint(LLAMA_3_70B, 1_001, 3, 16)
+    assert found.overhead == pytest.approx(7 / 1_001)
+    assert found.overhead_bound == pytest.approx(15 / 1_001)
+
+
+def test_quantised_cache_takes_a_half_and_a_quarter() -> None:
+    full, fp8, int4 = (
+        answer("plan", "footprint", "--precision", each)["exact_bytes"] for each in ("fp16", "fp8", "int4")
+    )
+    assert (full / fp8, full / int4) == (2, 4)
+
+
+def test_break_even_of_a_70b_is_the_published_table() -> None:
+    found = answer(
+        "plan", "break-even", "--tflops", 400, "--tier", "dram=64", "--tier", "nvme=14", "--tier", "object=2"
+    )
+    assert found["recompute_s"] == pytest.approx(11.47, abs=0.005)
+    assert found["size_bytes"] / GB == pytest.approx(10.74, abs=0.005)
+    dram, nvme, stored = found["tiers"]
+    assert dram["seconds"] == pytest.approx(0.168, abs=0.0005)
+    assert nvme["seconds"] == pytest.approx(0.767, abs=0.0005)
+    assert stored["seconds"] == pytest.approx(5.37, abs=0.005)
+    assert [each["speedup"] for each in found["tiers"]] == pytest.approx([68, 15, 2.1], rel=0.02)
+    assert all(each["pays"] for each in found["tiers"])
+    assert found["bytes_per_s"] / GB == pytest.approx(0.936, abs=0.001)
+
+
+def test_a_tier_at_the_break_even_bandwidth_takes_as_long_as_the_prefill() -> None:
+    first = plan.break_even(LLAMA_3_70B, 32_768, {}, flops=400 * TFLOPS)
+    again = plan.break_even(LLAMA_3_70B, 1_000, {"tier": Link(first.bytes_per_s, 0)}, flops=400 * TFLOPS)
+    assert again.tiers[0].speedup == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("speed", "milliseconds"), [(50, 52), (900, 2.9)])
+def test_a_prefill_worker_hands_over_2_6_gigabytes(speed: int, milliseconds: float) -> None:
+    found = answer("plan", "break-even", "--tokens", 8_000, "--tier", f"link={speed}")
+    assert found["tiers"][0]["seconds"] * 1e3 == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_25_gigabit_ethernet_is_slower_than_recomputing_on_four_h100() -> None:
+    found = plan.break_even(LLAMA_3_70B, 8_192, LINKS, profile=H100)
+    slower = {each.tier for each in found.tiers if not each.pays}
+    assert slower == {"ethernet-25g", "s3", "sata", "nvme-gen3"}
+
+
+def test_the_benefit_is_weighted_with_the_reuse() -> None:
+    sure, half = (plan.break_even(LLAMA_3_70B, 8_192, LINKS, profile=H100, reuse=reuse) for reuse in (1.0, 0.5))
+    assert [each.benefit_s for each in half.tiers] == pytest.approx([each.benefit_s / 2 for each in sure.tiers])
+
+
+@pytest.mark.parametrize(("profile", "tokens"), [("qwen3-32b/h100/2", 307_328), ("llama-3.1-70b/h100/4", 461_376)])
+def test_kv_capacity_is_what_such_workers_reported(profile: str, tokens: int) -> None:
+    assert kv_capacity_tokens(profile) == pytest.approx(tokens, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_shapes_agree_with_the_profiles(name: str) -> None:
+    assert find_shape(name.split("/")[0]).kv_bytes_per_token == PROFILES[name].kv_bytes_per_token
+    assert kv_capacity_tokens(name) > 0
+
+
+def test_an_idle_fleet_has_the_fitted_times() -> None:
+    found = plan.evaluate(H100, plan.Traffic(1e-9, 4_096, 100), workers=1)
+    assert found is not None
+    assert found.ttft_s == pytest.approx(H100.ttft_s(4_096))
+    assert found.itl_s == pytest.approx(H100.decode_d0_s)
+
+
+def test_the_fleet_is_the_smallest_that_meets_the_targets() -> None:
+    traffic = plan.Traffic(20, 8_000, 300, hit=0.4)
+    fleet = plan.size_fleet(H100, traffic, 2.0, 0.05, 461_376)
+    assert fleet.ttft_quantile_s <= 2.0
+    assert fleet.itl_s <= 0.05
+    smaller = plan.evaluate(H100, traffic, fleet.workers - 1)
+    assert smaller is None or smaller.ttft_quantile_s > 2.0 or smaller.itl_s > 0.05 or smaller.kv_tokens > 461_376
+    assert fleet.gpus == 4 * fleet.workers
+
+
+def test_more_hits_need_fewer_workers() -> None:
+    counts = [
+        answer("plan", "fleet", "--rate", 20, "--prompt", 16_000, "--hit", hit)["workers"] for hit in (0, 0.5, 0.9)
+    ]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fleet", "--prompt", 500_000], "KV cache holds"),
+        (["fleet", "--prompt", 64_000, "--ttft", 1], "one request alone"),
+        (["fleet", "--itl", 0.01], "one request alone decodes"),
+        (["fleet", "--profile", "llama-3.1-70b/h100/5"], "Did you mean"),
+        (["footprint", "--model", "llama-3.1-71b"], "Did you mean 'llama-3.1-70b'"),
+        (["footprint", "--precision", "fp17"], "unknown precision"),
+        (["break-even", "--tier", "nvme"], "name=GB/s"),
+        (["break-even", "--tier", "nvme=0"], "name=GB/s"),
+        (["break-even", "--profile", "x"], "unknown profile"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_message(words: list[object], said: str) -> None:
+    result = kvway("plan", *words)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["footprint", "break-even", "fleet"])
+def test_tables_fit_eighty_columns(command: str) -> None:
+    result = kvway("plan", command)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_the_cheapest_tier_is_neither_none_nor_all() -> None:
+    curve = [(0, 0.2), (1_000_000, 0.5), (4_000_000, 0.7), (64_000_000, 0.71)]
+    options = plan.size_tier(H100, LINKS["host"], plan.Prices(2.5, 3.0), 10, 8_000, 0.2, curve)
+    cheapest = min(options, key=lambda option: option.cost)
+    assert cheapest.size_tokens == 4_000_000
+    assert options[0].tier_cost == 0
+    assert options[-1].gpu_cost < options[0].gpu_cost
