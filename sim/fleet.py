@@ -1,0 +1,200 @@
+"""What a simulated fleet is made of, and what its gateway does not know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Final, Literal
+
+from policies.base import Tier
+from sim.profiles import LINKS, Profile, find_profile
+
+EvictionName = Literal["lru", "radix", "cost", "salience"]
+EVICTIONS: Final[tuple[EvictionName, ...]] = ("lru", "radix", "cost", "salience")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TierSettings:
+    """A tier below HBM; every worker has one of its own, unless it is the shared pool.
+
+    Attributes:
+        name: what reports call it: ``host``, ``cxl``, ``nvme``, ``pool`` …
+        tier: how the gateway sees it; CXL memory is host memory to a router.
+        capacity_tokens: tokens it holds, uncompressed.
+        read_bytes_per_s: effective bandwidth towards HBM, of one worker (of all together for a shared tier).
+        write_bytes_per_s: the same away from HBM.
+        latency_s: seconds before the first byte.
+        compression: bytes held and moved, relative to what lies in HBM: 1 as they are, .5 FP8, .25 INT4 or CacheGen.
+        codec_bytes_per_s: uncompressed bytes that are decompressed per second; infinite: for nothing.
+        watermark: filled beyond this share of its capacity, the tier moves its coldest blocks to the one below.
+        shared: one pool for all workers, behind one link.
+    """
+
+    name: str
+    tier: Tier
+    capacity_tokens: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float = 0.0
+    compression: float = 1.0
+    codec_bytes_per_s: float = inf
+    watermark: float = 1.0
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        where = f"tier {self.name!r}"
+        if self.tier is Tier.HBM:
+            raise ValueError(f"{where}: tier must be HOST, DISK or REMOTE; HBM is capacity_tokens of the fleet")
+        if self.capacity_tokens < 0:
+            raise ValueError(f"{where}: capacity_tokens must not be negative, but is {self.capacity_tokens}")
+        for name in ("read_bytes_per_s", "write_bytes_per_s", "codec_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{where}: {name} must be above 0, not {getattr(self, name)}")
+        if not (self.latency_s >= 0 and isfinite(self.latency_s)):
+            raise ValueError(f"{where}: latency_s must be finite and not negative, but is {self.latency_s}")
+        for name in ("compression", "watermark"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{where}: {name} must be above 0 and at most 1, not {getattr(self, name)}")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EvictionSettings:
+    """What goes first when HBM is full; see ``sim.eviction`` for the rules.
+
+    Attributes:
+        rule: ``lru`` as vLLM; ``radix``, ``cost`` (the score Φ) or ``salience``.
+        pin_uses: radix: prefixes that this many requests have used stay as long as anything else can go.
+        recency_weight: cost: weight of the time of the last use, per ``recency_s``.
+        recency_s: cost: seconds of idleness that are worth one unit.
+        reuse_weight: cost: weight of log2(1 + uses).
+        recompute_weight: cost: weight of the milliseconds of prefill that a token costs.
+        sink_tokens: salience: leading tokens of every prompt that stay as long as anything else can go.
+        recent_s: salience: so do blocks used within this time.
+        tool_ttl_s: blocks of a request that ends with a tool call are not evicted for so long; 0: no such pinning.
+        tool_share: at most this share of HBM is pinned so.
+    """
+
+    rule: EvictionName = "lru"
+    pin_uses: int = 8
+    recency_weight: float = 1.0
+    recency_s: float = 60.0
+    reuse_weight: float = 1.0
+    recompute_weight: float = 1.0
+    sink_tokens: int = 1024
+    recent_s: float = 30.0
+    tool_ttl_s: float = 0.0
+    tool_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.rule not in EVICTIONS:
+            raise ValueError(f"unknown eviction rule {self.rule!r}; known rules: {', '.join(EVICTIONS)}")
+        if self.pin_uses < 1 or not self.recency_s > 0:
+            raise ValueError("eviction: pin_uses must be at least 1 and recency_s above 0")
+        for name in ("recency_weight", "reuse_weight", "recompute_weight", "sink_tokens", "recent_s", "tool_ttl_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"eviction: {name} must be finite and not negative, but is {getattr(self, name)}")
+        if not 0 <= self.tool_share <= 1:
+            raise ValueError(f"eviction: tool_share must be between 0 and 1, not {self.tool_share}")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GatewaySettings:
+    """What lies between the fleet as it is and the fleet as a policy sees it.
+
+    Attributes:
+        replicas: gateways that take turns; each has a policy of its own.
+        sync_lag_s: seconds until a gateway knows of another's dispatches; infinite: never.
+        event_lag_s: seconds from a change of a cache to the gateway's index.
+        metrics_s: seconds between two scrapes of the engines' own numbers.
+        speculation_s: how long a dispatched prompt counts as cached after its first byte.
+        approximate: no events: residency is an LRU model of what was dispatched.
+        tokenize_s_per_token: seconds per prompt token before a request can be routed.
+        overhead_s: seconds per request before it can be routed, whatever its length.
+    """
+
+    replicas: int = 1
+    sync_lag_s: float = inf
+    event_lag_s: float = 0.0
+    metrics_s: float = 1.0
+    speculation_s: float = 2.0
+    approximate: bool = False
+    tokenize_s_per_token: float = 0.0
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"gateway: replicas must be at least 1, not {self.replicas}")
+        if not 0 < self.metrics_s < inf:
+            raise ValueError(f"gateway: metrics_s must be above 0 and finite, not {self.metrics_s}")
+        for name in ("event_lag_s", "speculation_s", "tokenize_s_per_token", "overhead_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"gateway: {name} must be finite and not negative, but is {getattr(self, name)}")
+        if not self.sync_lag_s >= 0:
+            raise ValueError(f"gateway: sync_lag_s must not be negative, but is {self.sync_lag_s}")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FleetSettings:
+    """A fleet of equal workers.
+
+    Attributes:
+        workers: how many.
+        profile: their speed: ``model/gpu/tensor-parallel`` of ``sim.profiles``, or a profile of one's own.
+        capacity_tokens: tokens of KV cache in HBM, of each.
+        block_tokens: tokens per block of the engine. A whole prompt that is cached is still computed from its last
+            full block on, and HBM is given out in blocks of the trace, which are whole multiples of it.
+        max_batched_tokens: tokens computed per engine step; at least ``max_running``.
+        max_running: requests in one batch.
+        tiers: tiers below HBM, fastest first.
+        layers: transformer layers: a reload overlaps with the prefill behind it layer by layer; 1: not at all.
+        eviction: what goes first when HBM is full.
+        gateway: what the gateway does not know.
+        sample_s: seconds between two samples of each worker's load.
+    """
+
+    workers: int = 8
+    profile: str | Profile = "llama-3.1-70b/h100/4"
+    capacity_tokens: int = 461_376
+    block_tokens: int = 16
+    max_batched_tokens: int = 8192
+    max_running: int = 256
+    tiers: tuple[TierSettings, ...] = ()
+    layers: int = 80
+    eviction: EvictionSettings = field(default_factory=EvictionSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    sample_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "capacity_tokens", "block_tokens", "max_batched_tokens", "max_running", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"fleet: {name} must be at least 1, not {getattr(self, name)}")
+        if self.max_batched_tokens < self.max_running:
+            raise ValueError(
+                f"fleet: max_batched_tokens ({self.max_batched_tokens}) must be at least max_running "
+                f"({self.max_running}): every running request needs a token per step"
+            )
+        if not 0 < self.sample_s < inf:
+            raise ValueError(f"fleet: sample_s must be above 0 and finite, not {self.sample_s}")
+        order = [tier.tier for tier in self.tiers]
+        if order != sorted(order):
+            raise ValueError("fleet: tiers must be listed fastest first: HOST, DISK, REMOTE")
+        _ = self.speed
+
+    @property
+    def speed(self) -> Profile:
+        """The workers' profile."""
+        return self.profile if isinstance(self.profile, Profile) else find_profile(self.profile)
+
+
+def host_tier(profile: Profile, capacity_tokens: int) -> TierSettings:
+    """Return host memory of the given size behind the PCIe links of the profile's GPUs."""
+    link = LINKS["host"]
+    bandwidth = link.bytes_per_s * profile.gpus
+    return TierSettings(
+        name="host",
+        tier=Tier.HOST,
+        capacity_tokens=capacity_tokens,
+        read_bytes_per_s=bandwidth,
+        write_bytes_per_s=bandwidth,
+        latency_s=link.latency_s,
+    )
