@@ -23,6 +23,7 @@ from gateway.index.redis import RedisIndex
 from gateway.observe.fleet import export_fleet
 from gateway.observe.knowledge import export_knowledge
 from gateway.observe.observer import Observer
+from gateway.observe.recorder import Recorder
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
 from gateway.relay.exchange import Services
@@ -69,6 +70,10 @@ class Gateway:
         self.scraper = Scraper(self.registry, config.metrics, on_restart=self._restarted)
         export_fleet(self.observer, self.registry, self.ledger, self.health, self.scraper)
         export_knowledge(self.observer, self.feeds, self.index)
+        self.recorder = Recorder(config.recorder, config.prompt.chunk_tokens) if config.recorder.directory else None
+        if self.recorder is not None:
+            self.recorder.expose(self.observer)
+            self.observer.on_finish = self.recorder.record
         self.services = Services(
             config=config,
             registry=self.registry,
@@ -114,7 +119,7 @@ class Gateway:
         """
         self._public.bind()
         self._admin.bind()
-        for part in (self.sharing, self.feeds, self.health, self.models, self.scraper):
+        for part in (self.sharing, self.feeds, self.health, self.models, self.scraper, self.recorder):
             if part is not None:
                 await part.start()
         for entry in self.config.workers:
@@ -144,7 +149,8 @@ class Gateway:
         if self._serving:
             await asyncio.wait(self._serving)
         upstream = self.services.upstream
-        parts = (self.scraper, self.models, self.health, self.sharing, self.feeds, upstream, self.prompts, self.index)
+        known = (self.sharing, self.feeds, upstream, self.prompts, self.index)
+        parts = (self.scraper, self.models, self.health, *known, self.recorder)
         for part in parts:
             if part is not None:
                 await part.close()

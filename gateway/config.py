@@ -171,8 +171,17 @@ class TimeoutsConfig(AnswerTimeouts):
     )
 
 
+class ResumptionConfig(Section):
+    """A stream whose worker dies is continued on another worker from the text sent so far; see docs/streams.md."""
+
+    max_per_stream: int = Field(0, ge=0, le=16, description="how often one stream may be continued; 0: never")
+    max_text_bytes: int = Field(
+        256 * 2**10, ge=1, description="text kept of each open stream; longer answers are not continued"
+    )
+
+
 class ModelConfig(Section):
-    """How prompts of one model become tokens, and how long its requests may take."""
+    """How prompts of one model become tokens, how long its requests may take, and whether streams are continued."""
 
     tokenizer: OnDisk | None = Field(
         None, description="directory with tokenizer.json (and chat template), or the file itself"
@@ -184,12 +193,20 @@ class ModelConfig(Section):
         "auto takes the tokenizer where there is one, else bytes",
     )
     timeouts: AnswerTimeouts | None = Field(None, description="instead of the top-level ones, for this model")
+    resumption: ResumptionConfig | None = Field(None, description="instead of the top-level one, for this model")
 
     @model_validator(mode="after")
     def _tokenizer_given(self) -> ModelConfig:
         if self.source == "tokenizer" and self.tokenizer is None:
             raise ValueError("source is 'tokenizer', but no tokenizer is given; add tokenizer: with its directory")
         return self
+
+
+class SelfCheckConfig(Section):
+    """Prompts that an engine renders, too, in the background; a model that differs once is left to the engine."""
+
+    rate: float = Field(0.002, ge=0, le=1, description="share of prompts that are checked; 0 switches the check off")
+    max_per_minute: int = Field(10, ge=1, description="no more checks than this in a minute")
 
 
 class PromptConfig(Section):
@@ -201,13 +218,29 @@ class PromptConfig(Section):
         256 * 2**20, ge=0, description="memory for tokenized segments, known messages and chunk hashes"
     )
     bytes_per_token: float = Field(4.0, gt=0, description="without a tokenizer: estimated bytes of text per token")
+    self_check: SelfCheckConfig = SelfCheckConfig()
 
 
 class IndexConfig(Section):
     """Who holds what."""
 
     backend: Literal["memory", "redis"] = Field("memory", description="memory: this process; redis: shared by replicas")
-    url: str = Field("redis://127.0.0.1:6379/0", pattern="^(redis|rediss|unix)://.+", description="Redis or Valkey URL")
+    url: str = Field(
+        "redis://127.0.0.1:6379/0",
+        pattern=r"^(rediss?(\+sentinel|\+cluster)?|unix)://.+",
+        description="Redis or Valkey: `redis://host:port/db`, `redis+sentinel://host:port,host:port/service/db`, "
+        "`redis+cluster://host:port,host:port` or `unix:///path`; `rediss` instead of `redis`: with TLS",
+    )
+    username: str | None = Field(None, description="Redis: user; wins over that in the URL")
+    password: str | None = Field(None, repr=False, description="Redis: password; wins over that in the URL")
+    password_file: OnDisk | None = Field(None, description="Redis: file with the password, read at every connection")
+    sentinel_password: str | None = Field(None, repr=False, description="password of the Sentinels, where they have one")
+    tls_ca: OnDisk | None = Field(None, description="Redis: PEM file of the CAs to trust; without it, the system's")
+    tls_cert: OnDisk | None = Field(None, description="Redis: PEM certificate chain to show; goes with tls_key")
+    tls_key: OnDisk | None = Field(None, description="Redis: PEM private key of tls_cert")
+    tls_verify: Literal["full", "ca", "none"] = Field(
+        "full", description="Redis: ca accepts a certificate for another host name, none accepts any"
+    )
     namespace: str = Field("kvway", pattern=r"^[A-Za-z0-9_.-]+$", description="prefix of every key")
     max_chunks: int = Field(4_000_000, ge=1000, description="bound of the memory index; oldest chunks go first")
     ttl_s: Seconds = Field(86_400.0, description="Redis: a chunk not stored again for this long is forgotten")
@@ -216,6 +249,14 @@ class IndexConfig(Section):
         2.0,
         description="how long a dispatched prompt counts as cached after its first byte, until events confirm it",
     )
+
+    @model_validator(mode="after")
+    def _secrets_go_together(self) -> IndexConfig:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together; give both or neither")
+        if self.password is not None and self.password_file is not None:
+            raise ValueError("password and password_file exclude each other; give one")
+        return self
 
 
 class PolicyConfig(Section):
@@ -269,6 +310,19 @@ class MetricsConfig(Section):
     stale_s: float = Field(10.0, gt=0, description="older figures are not used")
 
 
+class RecorderConfig(Section):
+    """Traces of real traffic for `kvway sim`: times, lengths and salted hashes of prompt chunks, never text."""
+
+    directory: Path | None = Field(None, description="where trace files are written; without it nothing is recorded")
+    max_file_bytes: int = Field(64 * 2**20, ge=4096, description="size at which the next file is begun")
+    max_files: int = Field(16, ge=1, description="files kept in the directory; the oldest are removed")
+    queue: int = Field(10_000, ge=1, description="requests that wait to be written; more are dropped and counted")
+    flush_s: float = Field(1.0, gt=0, description="time between writes")
+    salt: str = Field(
+        "", description="secret of the hashes, the same where recordings are read together; empty: a random one"
+    )
+
+
 class LogConfig(Section):
     """Logs go to standard error."""
 
@@ -288,9 +342,11 @@ class Config(Section):
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetryConfig = RetryConfig()
+    resumption: ResumptionConfig = ResumptionConfig()
     health: HealthConfig = HealthConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    recorder: RecorderConfig = RecorderConfig()
 
     @model_validator(mode="after")
     def _worker_names_differ(self) -> Config:
@@ -302,9 +358,12 @@ class Config(Section):
         return self
 
     def masked(self) -> dict[str, Any]:
-        """Return the configuration as JSON data, with the password of the index URL masked."""
+        """Return the configuration as JSON data, with its secrets masked."""
         data = self.model_dump(mode="json")
         data["index"]["url"] = re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", data["index"]["url"])
+        for secret in ("password", "sentinel_password"):
+            data["index"][secret] = data["index"][secret] and "***"
+        data["recorder"]["salt"] = data["recorder"]["salt"] and "***"
         return data
 
     def model_config_for(self, model: str) -> ModelConfig:

@@ -76,6 +76,9 @@ class Observer:
         registry: whose workers may appear as labels.
         config: whether and how requests are logged.
         stream: where request lines go; default standard error.
+
+    Attributes:
+        on_finish: is given every request that is over, after it was counted; None for nobody.
     """
 
     def __init__(self, registry: Registry, config: LogConfig, stream: BinaryIO | None = None) -> None:
@@ -85,7 +88,9 @@ class Observer:
         self._decision = Histogram(_DECISION_SECONDS)
         self._decisions: Counter[str] = Counter()
         self._retries: Counter[tuple[str, str]] = Counter()
+        self._resumptions: Counter[tuple[str, str]] = Counter()
         self._exposition = Exposition()
+        self.on_finish: Callable[[RequestRecord], None] | None = None
         registry.on_change(self._on_change)
         build = (__version__, platform.python_version())
         self.gauge("kvway_build_info", "Version of kvway and of Python.", lambda: {build: 1}, ("version", "python"))
@@ -97,6 +102,12 @@ class Observer:
             "Attempts that failed on a worker and were made elsewhere.",
             lambda: self._retries,
             ("worker", "kind"),
+        )
+        self.counter(
+            "kvway_resumptions_total",
+            "Streams cut mid-way: resumed or failed, by what cut them; refused, by why they could not be continued.",
+            lambda: self._resumptions,
+            ("outcome", "reason"),
         )
 
     def finish(self, record: RequestRecord) -> None:
@@ -125,10 +136,16 @@ class Observer:
                 series.underpredicted += record.cached_tokens - predicted
         if self._log is not None:
             self._log.write(record)
+        if self.on_finish is not None:
+            self.on_finish(record)
 
     def retried(self, worker: str, kind: str) -> None:
         """Count an attempt that failed on ``worker`` and is made elsewhere; ``kind`` as in ``Health.failed``."""
         self._retries[worker, kind] += 1
+
+    def resumption(self, outcome: str, reason: str) -> None:
+        """Count what became of a stream that its worker cut: ``resumed``, ``failed`` or ``refused``."""
+        self._resumptions[outcome, reason] += 1
 
     def gauge(self, name: str, about: str, read: Callable[[], Values], labels: Sequence[str] = ()) -> None:
         """Expose a gauge that ``read`` returns at each scrape (see ``Exposition.add``)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from policies.base import RoutingRequest
+
 
 class Outcome(StrEnum):
     """How a request ended."""
@@ -30,7 +32,9 @@ class RequestRecord:
     outcome: Outcome = Outcome.OK
     reason: str = ""  # the decision's reason, or the error's code
     attempts: int = 0
+    resumptions: int = 0  # how often its stream went on elsewhere after its worker had died
     prompt_tokens: int = 0
+    request: RoutingRequest | None = None  # what the policy saw, None where there was no prompt to read
     predicted_hit_tokens: int = 0
     cached_tokens: int | None = None  # as the engine reported it in usage, None where it did not
     output_tokens: int | None = None

@@ -10,6 +10,7 @@ dies is started anew. All of them end with the supervisor, whatever ends it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ async def supervise(config: Config, n: int) -> int:
     gateways: list[Child] = []
     asked = _signals_for(gateways)
     with _shared_port(config.server) as port, tempfile.TemporaryDirectory(prefix="kvway-") as folder:
+        # One salt, so that what the processes record can be read together.
+        config = _updated(config, "recorder", salt=config.recorder.salt or secrets.token_hex(16))
         configs = [_nth(config, k, port) for k in range(n)]
         if not embedded:
             return await _run(gateways, configs, asked)

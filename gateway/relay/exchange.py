@@ -146,6 +146,7 @@ class Exchange:
             self._record.model = plan.model
             self._timeouts = self._services.timeouts_for(plan.model)
         if plan.request is not None:
+            self._record.request = plan.request
             self._record.prompt_tokens = plan.request.prompt_tokens
 
     async def _forward(self, plan: Plan) -> None:
