@@ -23,6 +23,7 @@ from gateway.index.redis import RedisIndex
 from gateway.observe.fleet import export_fleet
 from gateway.observe.knowledge import export_knowledge
 from gateway.observe.observer import Observer
+from gateway.observe.prompts import export_prompts
 from gateway.observe.recorder import Recorder
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
@@ -70,6 +71,7 @@ class Gateway:
         self.scraper = Scraper(self.registry, config.metrics, on_restart=self._restarted)
         export_fleet(self.observer, self.registry, self.ledger, self.health, self.scraper)
         export_knowledge(self.observer, self.feeds, self.index)
+        export_prompts(self.observer, self.prompts.checks)
         self.recorder = Recorder(config.recorder, config.prompt.chunk_tokens) if config.recorder.directory else None
         if self.recorder is not None:
             self.recorder.expose(self.observer)

@@ -1,8 +1,9 @@
-"""The engine's own ``/tokenize`` as the source of token ids, for models whose tokenizer is not at hand."""
+"""The engine as a source of token ids: for models whose tokenizer is not at hand, and to check those made here."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 import httpx
@@ -13,6 +14,10 @@ from gateway.prompt.tokenizer import pack
 from gateway.tasks import spawn
 
 TIMEOUT_S: Final = 1.0
+RENDER_TIMEOUT_S: Final = 10.0
+"""For what no request waits for."""
+
+_NOT_THERE: Final = frozenset({404, 405, 501})
 _OVERHEAD: Final = 500
 
 
@@ -22,6 +27,10 @@ class EngineError(Exception):
 
 class _Answer(msgspec.Struct):
     tokens: list[int]
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
 
 
 class _Ids(Entry):
@@ -42,8 +51,9 @@ class EngineTokenizer:
     def __init__(self, max_bytes: int) -> None:
         self._known: ByteCache[bytes, _Ids] = ByteCache(max_bytes)
         self._asked: dict[bytes, asyncio.Task[bytes | EngineError]] = {}
-        self._client = httpx.AsyncClient(timeout=TIMEOUT_S)
+        self._client = httpx.AsyncClient()
         self._decoder = msgspec.json.Decoder(_Answer)
+        self._render_decoder = msgspec.json.Decoder(_Rendered | list[_Rendered])
 
     async def close(self) -> None:
         """Close connections."""
@@ -72,13 +82,41 @@ class EngineTokenizer:
             raise answer
         return answer
 
-    async def _ask(self, url: str, body: bytes) -> bytes | EngineError:
-        headers = {"content-type": "application/json"}
+    async def rendered(self, url: str, path: str, body: bytes, payload: Callable[[], dict[str, Any]]) -> bytes:
+        """Return the packed ids that a worker makes of a request, without running it, and remember nothing.
+
+        Args:
+            url: base URL of a worker that serves the model.
+            path: of the request.
+            body: of the request; vLLM renders it as it is, at ``<path>/render``.
+            payload: makes the body of a ``/tokenize`` request, for workers that do not render.
+
+        Raises:
+            EngineError: no answer, or none that can be used.
+        """
         try:
-            response = await self._client.post(f"{url}/tokenize", content=body, headers=headers)
-            response.raise_for_status()
-            packed = pack(self._decoder.decode(response.content).tokens)
+            response = await self._post(f"{url}{path}/render", body, RENDER_TIMEOUT_S)
+            if response.status_code not in _NOT_THERE:
+                response.raise_for_status()
+                answer = self._render_decoder.decode(response.content)
+                return pack((answer[0] if isinstance(answer, list) else answer).token_ids)
+            body = msgspec.json.encode(payload())
+            return self._read(await self._post(f"{url}/tokenize", body, RENDER_TIMEOUT_S))
+        except (httpx.HTTPError, msgspec.DecodeError, OverflowError, IndexError) as error:
+            raise EngineError(f"{url}: {type(error).__name__}: {error}") from None
+
+    async def _ask(self, url: str, body: bytes) -> bytes | EngineError:
+        try:
+            packed = self._read(await self._post(f"{url}/tokenize", body, TIMEOUT_S))
         except (httpx.HTTPError, msgspec.DecodeError, OverflowError) as error:
             return EngineError(f"{url}/tokenize: {type(error).__name__}: {error}")
         self._known.put(body, _Ids(body, packed))
         return packed
+
+    async def _post(self, url: str, body: bytes, timeout_s: float) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        return await self._client.post(url, content=body, headers=headers, timeout=timeout_s)
+
+    def _read(self, response: httpx.Response) -> bytes:
+        response.raise_for_status()
+        return pack(self._decoder.decode(response.content).tokens)

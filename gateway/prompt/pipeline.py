@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,6 +23,7 @@ from gateway.prompt.plan import Pieces
 from gateway.prompt.renderer import ChatRenderer
 from gateway.prompt.request import ChatRequest, CompletionRequest, InferenceRequest, KnownMessages, parse_request
 from gateway.prompt.segments import Segment
+from gateway.prompt.selfcheck import SelfCheck
 from gateway.prompt.template import TemplateError
 from gateway.prompt.tokenizer import pack
 from policies.chunks import TOKEN_BYTES, ChunkHasher
@@ -39,14 +41,18 @@ class Prompt:
         tokens: its length in tokens; an estimate unless ``exact``.
         chunks: chained chunk hashes, whole chunks only; empty where the prompt could not be read.
         exact: whether tokens and chunks are the engine's.
+        tokenized: whether they are the work of the tokenizer here, which the engine can check.
     """
 
-    __slots__ = ("_parts", "chunks", "exact", "tokens")
+    __slots__ = ("_parts", "chunks", "exact", "tokenized", "tokens")
 
-    def __init__(self, tokens: int, chunks: list[bytes], exact: bool, parts: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self, tokens: int, chunks: list[bytes], exact: bool, parts: Sequence[bytes] = (), tokenized: bool = False
+    ) -> None:
         self.tokens = tokens
         self.chunks = chunks
         self.exact = exact
+        self.tokenized = tokenized
         self._parts = parts
 
     @property
@@ -61,6 +67,9 @@ class PromptPipeline:
     Args:
         config: tokenizers are loaded here, which can take seconds; one that is missing or broken is logged, and its
             models are routed by approximate chunks.
+
+    Attributes:
+        checks: what came of holding prompts against the engine's.
     """
 
     def __init__(self, config: Config) -> None:
@@ -73,6 +82,7 @@ class PromptPipeline:
         self._chains = Chains(hasher, share)
         self._models = load_models(config.models.values(), 2 * share, self._executor)
         self._engine = EngineTokenizer(share)
+        self.checks = SelfCheck(settings.self_check, self._engine, self._leave_to_engine)
         # without tokens, a chunk is as many bytes as a chunk of tokens usually has
         words = max(1, round(settings.chunk_tokens * settings.bytes_per_token / TOKEN_BYTES))
         self._byte_hasher = ChunkHasher(words, settings.hash_seed)
@@ -102,6 +112,19 @@ class PromptPipeline:
         except (Unreadable, TemplateError) as error:
             log.debug("a prompt cannot be read: %s", error)
             return self._unread(request)
+
+    def check(self, path: str, body: bytes, request: InferenceRequest, prompt: Prompt, candidates: Candidates) -> None:
+        """Hold a prompt against the engine's, in the background and if it is in the sample; see ``SelfCheck``.
+
+        Args:
+            path: of the request.
+            body: of the request, as it came.
+            request: what ``parse`` made of them.
+            prompt: what ``prompt`` made of it; of no interest unless ``tokenized``.
+            candidates: as for ``prompt``.
+        """
+        if prompt.tokenized and self.checks.due(candidates.model):
+            self.checks.begin(path, body, partial(_payload, request), prompt.ids, candidates)
 
     async def _chat(self, request: ChatRequest, candidates: Candidates) -> Prompt:
         model, engine = self._source(candidates)
@@ -133,7 +156,7 @@ class PromptPipeline:
 
     async def _chat_elsewhere(self, request: ChatRequest, candidates: Candidates, engine: bool) -> Prompt:
         if engine:
-            prompt = await self._from_engine(_chat_payload(request), request, candidates)
+            prompt = await self._from_engine(_payload(request), request, candidates)
             if prompt is not None:
                 return prompt
         head = [bytes(request.tools), bytes(request.chat_template_kwargs)]
@@ -163,13 +186,12 @@ class PromptPipeline:
                 segments = [*model.before, *segments, *model.after]
             prompt = self._exact(segments, root)
         elif engine:
-            payload = {"model": request.model, "prompt": first, "add_special_tokens": request.add_special_tokens}
-            prompt = await self._from_engine(payload, request, candidates)
+            prompt = await self._from_engine(_payload(request), request, candidates)
         if prompt is None:
             prompt = self._approximate(first.encode(), request, candidates)
         if others:
             prompt.tokens += others
-            prompt.exact = False
+            prompt.exact = prompt.tokenized = False
         return prompt
 
     def _first_prompt(self, prompt: Any) -> tuple[str | list[int], int]:
@@ -204,12 +226,16 @@ class PromptPipeline:
             source = self._sources[candidates.model] = (model, config.source == "engine")
         return source
 
+    def _leave_to_engine(self, model: str) -> None:
+        self._sources[model] = (None, True)
+
     def _root(self, request: InferenceRequest, candidates: Candidates) -> Link:
         return self._chains.root(candidates.model, candidates.lora, request.cache_salt)
 
     def _exact(self, segments: Sequence[Segment], root: Link) -> Prompt:
         parts = [segment.ids for segment in segments]
-        return Prompt(sum(map(len, parts)) // TOKEN_BYTES, self._chains.hashes(root, segments), True, parts)
+        tokens = sum(map(len, parts)) // TOKEN_BYTES
+        return Prompt(tokens, self._chains.hashes(root, segments), True, parts, tokenized=True)
 
     def _approximate(self, text: bytes, request: InferenceRequest, candidates: Candidates) -> Prompt:
         root = self._byte_hasher.root(candidates.model, candidates.lora, request.cache_salt)
@@ -222,12 +248,15 @@ class PromptPipeline:
         return max(1, int(length / self._bytes_per_token))
 
 
-def _chat_payload(request: ChatRequest) -> dict[str, Any]:
-    """Return the ``/tokenize`` request that gives a chat's tokens.
+def _payload(request: InferenceRequest) -> dict[str, Any]:
+    """Return the ``/tokenize`` request that gives the tokens of a chat, or of a completion's first text.
 
     Raises:
         Unreadable: there are media, which the engine would fetch, or fields that it would refuse.
     """
+    if isinstance(request, CompletionRequest):
+        first = request.prompt if isinstance(request.prompt, str) else (request.prompt or [""])[0]
+        return {"model": request.model, "prompt": first, "add_special_tokens": request.add_special_tokens}
     if outline(request.messages, parts=False).first_media is not None:
         raise Unreadable("media")
     payload = {

@@ -108,6 +108,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
     try:
         prompt = await services.prompts.prompt(request, candidates)
         tokens, chunks = prompt.tokens, prompt.chunks
+        services.prompts.check(path, body, request, prompt, candidates)
     except GatewayError:
         raise
     except Exception:

@@ -1,6 +1,7 @@
 """A small HTTP server on a real socket that answers control calls as told, or hangs, or is not there."""
 
 import asyncio
+import re
 from dataclasses import dataclass, field
 
 from gateway.config import WorkerConfig
@@ -51,6 +52,8 @@ class Engine:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 path = head.split(b" ", 2)[1].decode()
+                length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+                await reader.readexactly(int(length[1]) if length else 0)
                 self.asked.append(path)
                 answer = self.answers.get(path, (404, b"not found"))
                 if answer is HANG:
