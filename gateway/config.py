@@ -192,6 +192,11 @@ class ModelConfig(Section):
         description="tokens from the local tokenizer, the engine's /tokenize, or approximate chunks of bytes; "
         "auto takes the tokenizer where there is one, else bytes",
     )
+    pass_token_ids: bool = Field(
+        False,
+        description="send the token ids along, so that the engine does not tokenize again: for vLLM 0.32 and later, "
+        "which takes them for chats; see docs/prompts.md",
+    )
     timeouts: AnswerTimeouts | None = Field(None, description="instead of the top-level ones, for this model")
     resumption: ResumptionConfig | None = Field(None, description="instead of the top-level one, for this model")
 
@@ -347,6 +352,13 @@ class Config(Section):
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
     recorder: RecorderConfig = RecorderConfig()
+
+    @model_validator(mode="after")
+    def _passed_ids_are_checked(self) -> Config:
+        for name, model in self.models.items():
+            if model.pass_token_ids and not self.prompt.self_check.rate:
+                raise ValueError(f"models.{name}.pass_token_ids is on, so prompt.self_check.rate must be above 0")
+        return self
 
     @model_validator(mode="after")
     def _worker_names_differ(self) -> Config:

@@ -19,6 +19,7 @@ from gateway.prompt.chat import template_variables
 from gateway.prompt.conversation import Outline, Unreadable, outline
 from gateway.prompt.engine import EngineError, EngineTokenizer
 from gateway.prompt.model import Model, load_models
+from gateway.prompt.passing import with_token_ids
 from gateway.prompt.plan import Pieces
 from gateway.prompt.renderer import ChatRenderer
 from gateway.prompt.request import ChatRequest, CompletionRequest, InferenceRequest, KnownMessages, parse_request
@@ -125,6 +126,15 @@ class PromptPipeline:
         """
         if prompt.tokenized and self.checks.due(candidates.model):
             self.checks.begin(path, body, partial(_payload, request), prompt.ids, candidates)
+
+    def body_with_ids(self, body: bytes, prompt: Prompt, candidates: Candidates) -> bytes | None:
+        """Return the body to send in place of ``body``, where its model wants token ids passed on; else None.
+
+        Only ids of a model of which the engine has confirmed a prompt are passed on: wrong ones would be answered.
+        """
+        if not prompt.tokenized or not self._config.model_config_for(candidates.model).pass_token_ids:
+            return None
+        return with_token_ids(body, prompt.ids) if self.checks.proven(candidates.model) else None
 
     async def _chat(self, request: ChatRequest, candidates: Candidates) -> Prompt:
         model, engine = self._source(candidates)

@@ -17,6 +17,7 @@ from typing import Any, Final
 from gateway.config import SelfCheckConfig
 from gateway.fleet.registry import Candidates
 from gateway.prompt.engine import EngineError, EngineTokenizer
+from gateway.prompt.tokenizer import unpack
 from gateway.tasks import spawn
 from policies.chunks import TOKEN_BYTES
 
@@ -114,9 +115,5 @@ class SelfCheck:
 
 def first_difference(ours: bytes, theirs: bytes) -> tuple[int, int | str, int | str]:
     """Return where two packed sequences first differ, and the token of each there, ``nothing`` behind an end."""
-    pairs = zip_longest(_unpacked(ours), _unpacked(theirs), fillvalue="nothing")
+    pairs = zip_longest(unpack(ours), unpack(theirs), fillvalue="nothing")
     return next((at, our_id, their_id) for at, (our_id, their_id) in enumerate(pairs) if our_id != their_id)
-
-
-def _unpacked(ids: bytes) -> list[int]:
-    return [int.from_bytes(ids[at : at + TOKEN_BYTES], "little") for at in range(0, len(ids), TOKEN_BYTES)]

@@ -91,6 +91,14 @@ def pack(ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+def unpack(packed: bytes) -> list[int]:
+    """Return the token ids that ``pack`` has packed."""
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
 @dataclass(frozen=True, slots=True)
 class AddedToken:
     """A token that is found in the text before anything else happens to it; fields as in ``tokenizer.json``."""

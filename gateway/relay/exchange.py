@@ -148,6 +148,8 @@ class Exchange:
         if plan.request is not None:
             self._record.request = plan.request
             self._record.prompt_tokens = plan.request.prompt_tokens
+        if plan.body is not None:
+            self.body = plan.body
 
     async def _forward(self, plan: Plan) -> None:
         """Try workers until one answers.

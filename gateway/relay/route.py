@@ -43,11 +43,13 @@ class Plan(msgspec.Struct):
         model: the name the client used, and some worker serves; None where the request names none.
         streamed: whether the answer comes token by token.
         request: what the policy sees; None for requests that go by load alone.
+        body: what the worker gets in place of the client's body; None where it gets that.
     """
 
     model: str | None = None
     streamed: bool = False
     request: RoutingRequest | None = None
+    body: bytes | None = None
 
 
 class Route(msgspec.Struct):
@@ -109,11 +111,12 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
         prompt = await services.prompts.prompt(request, candidates)
         tokens, chunks = prompt.tokens, prompt.chunks
         services.prompts.check(path, body, request, prompt, candidates)
+        forwarded = services.prompts.body_with_ids(body, prompt, candidates)
     except GatewayError:
         raise
     except Exception:
         services.complain("a prompt could not be prepared; its request goes by load")
-        tokens, chunks = int(len(body) / config.bytes_per_token), []
+        tokens, chunks, forwarded = int(len(body) / config.bytes_per_token), [], None
     routing_request = RoutingRequest(
         model=candidates.model,
         prompt_tokens=tokens,
@@ -122,7 +125,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
         output_tokens=request.max_tokens or _DEFAULT_OUTPUT_TOKENS,
         session=request.session,
     )
-    return Plan(model, bool(request.stream), routing_request)
+    return Plan(model, bool(request.stream), routing_request, forwarded)
 
 
 def _only_model(registry: Registry) -> str:
