@@ -96,6 +96,36 @@ def serve(
 
 
 @app.command()
+def check(
+    config: ConfigOption = None,
+    prompts: Annotated[bool, typer.Option(help="send every worker one prompt twice, to see events and overlap")] = True,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds to wait for one answer")] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Hold the running workers to the configuration: exit code 0 all is well, 1 problems, 2 bad configuration."""
+    import json
+
+    import uvloop
+    from rich.console import Console
+
+    from gateway.check.findings import as_data, has_problems, print_findings
+    from gateway.check.fleet import CheckOptions, check_fleet
+    from gateway.config import load_config
+    from gateway.errors import ConfigError
+
+    try:
+        settings = load_config(config)
+        findings = uvloop.run(check_fleet(settings, CheckOptions(send_prompts=prompts, timeout_s=timeout)))
+    except ConfigError as error:
+        _fail(f"kvway: {error}")
+    if as_json:
+        typer.echo(json.dumps(as_data(findings)))
+    else:
+        print_findings(findings, Console())
+    raise typer.Exit(int(has_problems(findings)))
+
+
+@app.command()
 def explain(
     request: Annotated[Path, typer.Argument(help="file with a request body as JSON; - for standard input")],
     admin: AdminOption = ADMIN_URL,

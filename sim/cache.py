@@ -228,6 +228,10 @@ class BlockCache:
             for start, end in _runs(new):
                 self._events.append(self._stored(chain, first + start, first + end, Tier.HOST))
 
+    def report(self, chain: BlockChain, last: int) -> None:
+        """Announce again the first ``last`` blocks of a sequence, which are held in HBM; nothing is held twice by it."""
+        self._events.append(self._stored(chain, 0, last, Tier.HBM))
+
     def release(self, blocks: Sequence[int]) -> None:
         """Stop using the blocks of a request: cached ones join the queue tail first, others go to its head."""
         for block in reversed(blocks):

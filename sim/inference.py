@@ -164,7 +164,9 @@ class Inference:
         ids = self._tokenizer.answer(prompt, length) if scripted is None else array("I", scripted[:length])
         lora = body.model if body.model in settings.adapters else None
         chain = hash_blocks(prompt + ids, settings.block_size, settings.model, lora, body.cache_salt)
-        return Generation(Request(chain, len(prompt), len(ids)), ids, self._tokenizer.pieces(ids), reason, wakeup)
+        reports = (body.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
+        request = Request(chain, len(prompt), len(ids), reports=reports)
+        return Generation(request, ids, self._tokenizer.pieces(ids), reason, wakeup)
 
 
 def chat_of(body: ChatBody) -> Chat:

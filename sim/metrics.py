@@ -115,7 +115,7 @@ class WorkerMetrics(Collector):
             "num_gpu_blocks": limits.num_blocks,
             "kv_cache_size_tokens": limits.num_blocks * limits.block_size,
             "num_cpu_blocks": limits.host_blocks or None,
-            "enable_prefix_caching": True,
+            "enable_prefix_caching": limits.prefix_caching,
         }
         info = GaugeMetricFamily("vllm:cache_config_info", "Cache configuration", labels=["engine", *config])
         info.add_metric(["0", *map(str, config.values())], 1)

@@ -61,6 +61,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     n: int | None = 1
     echo: bool | None = False
     cache_salt: str | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):

@@ -36,6 +36,7 @@ class WorkerSettings:
         max_requests: requests at a time, waiting ones included; more are refused with 503. 0: no limit.
         output_tokens: length of an answer to a request without ``max_tokens``.
         stream_interval: tokens per chunk of a stream.
+        prefix_caching: keep the KV cache of prompts for others that begin alike.
         prompt_tokens_details: report ``cached_tokens`` in usage.
         kv_events: ZMQ endpoint of the KV event publisher, ``tcp://host:port``; None for no events.
         kv_replay: ZMQ endpoint of the replay socket; None for no replays.
@@ -66,6 +67,7 @@ class WorkerSettings:
     max_requests: int = 0
     output_tokens: int = 128
     stream_interval: int = 1
+    prefix_caching: bool = True
     prompt_tokens_details: bool = True
     kv_events: str | None = None
     kv_replay: str | None = None
@@ -128,4 +130,5 @@ class WorkerSettings:
             host_blocks=self.host_tokens // self.block_size,
             max_batched_tokens=self.max_batched_tokens,
             max_running=self.max_running,
+            prefix_caching=self.prefix_caching,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import ceil
 
-from sim.cache import BlockCache, BlockChain, CacheEvent
+from sim.cache import BlockCache, BlockChain, CacheEvent, Hit
 from sim.profiles import LINKS, Link, Profile
 
 
@@ -30,6 +30,7 @@ class WorkerLimits:
         host_blocks: blocks of the host tier, 0 for none.
         max_batched_tokens: tokens computed per step.
         max_running: requests in the batch.
+        prefix_caching: whether blocks are kept and found again; without it there are no events either.
     """
 
     num_blocks: int
@@ -37,6 +38,7 @@ class WorkerLimits:
     host_blocks: int = 0
     max_batched_tokens: int = 8192
     max_running: int = 256
+    prefix_caching: bool = True
 
 
 class State(IntEnum):
@@ -66,6 +68,7 @@ class Request:
         cached_tokens: prompt tokens that were held, in any tier, when it was first scheduled; -1 before.
         host_tokens: those of them that came from the host tier.
         preemptions: how often it lost its blocks.
+        reports: its events tell of the blocks it reuses too (``kv_cache_report_mode``), not only of new ones.
     """
 
     chain: BlockChain
@@ -82,6 +85,7 @@ class Request:
     cached_tokens: int = -1
     host_tokens: int = 0
     preemptions: int = 0
+    reports: bool = False
 
     @property
     def tokens(self) -> int:
@@ -249,7 +253,9 @@ class Worker:
         only if all its tokens so far fit.
         """
         size = self.limits.block_size
-        hit = self.cache.lookup(request.chain, (request.tokens - 1) // size)
+        hit = Hit()
+        if self.limits.prefix_caching:
+            hit = self.cache.lookup(request.chain, (request.tokens - 1) // size)
         if not self.cache.fits(hit, ceil(request.tokens / size) - len(hit.blocks)):
             return False
         held = len(hit) * size
@@ -257,6 +263,8 @@ class Worker:
         request.blocks = self.cache.allocate(ceil((held + new) / size) - len(hit.blocks), hit)
         request.computed = held
         request.committed = len(hit.blocks)
+        if request.reports and hit.blocks:
+            self.cache.report(request.chain, len(hit.blocks))
         request.scheduled = new
         if hit.host_blocks:
             request.ready_at = self._reload(hit.host_blocks * size, now)
@@ -279,7 +287,7 @@ class Worker:
 
     def _commit(self, request: Request, tokens: int) -> None:
         full = tokens // self.limits.block_size
-        if full > request.committed:
+        if full > request.committed and self.limits.prefix_caching:
             self.cache.commit(request.chain, request.blocks, request.committed, full)
             request.committed = full
 

@@ -1,0 +1,250 @@
+"""``kvway check`` against real workers, each misconfigured in one way: it says what is wrong and what mends it."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gateway.check.findings import Finding, Level, as_data, has_problems, print_findings
+from gateway.check.fleet import CheckOptions, check_fleet
+from gateway.cli import app
+from gateway.config import Config
+from sim.server import Fault, SimWorker, WorkerSettings
+from tests.events_rig import free_endpoint
+from tests.sim_clients import TINY
+from tests.valkey import Valkey
+
+ANY = "tcp://127.0.0.1:0"
+TIMEOUT_S = 0.5
+
+
+@asynccontextmanager
+async def simulated(**settings: Any) -> AsyncIterator[SimWorker]:
+    defaults = {"model": "tiny", "speed": 100.0, "kv_events": ANY, "kv_replay": ANY}
+    async with SimWorker(WorkerSettings(**defaults | settings)) as worker:
+        yield worker
+
+
+def config_of(worker: SimWorker, **changes: Any) -> Config:
+    """A configuration that is right for ``worker``, but for ``changes``."""
+    publisher = worker.publisher
+    entry: dict[str, Any] = {"url": worker.url, "name": "w"}
+    if publisher is not None:
+        entry["kv_events"] = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    entry |= changes.pop("entry", {})
+    models = {"*": {"source": "engine"}}
+    return Config.model_validate({"workers": [entry], "models": models, "prompt": {"chunk_tokens": 64}} | changes)
+
+
+async def findings_of(config: Config, **options: Any) -> list[Finding]:
+    return await check_fleet(config, CheckOptions(**{"timeout_s": TIMEOUT_S} | options))
+
+
+def problems(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in findings if finding.level is Level.PROBLEM}
+
+
+async def test_a_fleet_that_is_set_up_well_has_no_problems() -> None:
+    async with simulated(tokenizer=TINY) as worker:
+        findings = await findings_of(config_of(worker, models={"*": {"tokenizer": TINY}}))
+    assert not problems(findings)
+    assert {"reachable", "models", "block_size", "tokenizer", "template", "direction", "topic", "sequence"} <= {
+        finding.check for finding in findings if finding.level is Level.OK
+    }
+    assert {"shape", "content", "replay", "clock", "usage", "overlap", "metrics"} <= {
+        finding.check for finding in findings if finding.level is Level.OK
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "check", "mend"),
+    [
+        ({"prompt_tokens_details": False}, {}, "usage", "--enable-prompt-tokens-details"),
+        ({"block_size": 48}, {}, "block_size", "prompt.chunk_tokens to 96"),
+        ({}, {"entry": {"models": ["another"]}}, "models", "--served-model-name"),
+        ({"kv_events": None, "kv_replay": None}, {"entry": {"kv_events": {"endpoint": ANY}}}, "events", "tcp://*:"),
+        ({}, {"entry": {"kv_events": None}}, "events", "kv_events: {endpoint: tcp://127.0.0.1:"),
+        ({}, {"models": {}}, "tokenizer", "models.tiny.tokenizer"),
+        ({}, {"models": {"*": {"tokenizer": TINY}}}, "tokenizer", "models.tiny.tokenizer"),
+    ],
+)
+async def test_what_is_wrong_is_named_with_the_flag_that_mends_it(
+    settings: dict[str, Any], changes: dict[str, Any], check: str, mend: str
+) -> None:
+    async with simulated(**settings) as worker:
+        found = problems(await findings_of(config_of(worker, **changes)))
+    assert mend in found[check].mend
+
+
+async def test_an_engine_that_keeps_no_prefixes_shows_it_in_three_ways() -> None:
+    async with simulated(prefix_caching=False) as worker:
+        found = problems(await findings_of(config_of(worker)))
+    assert list(found) == ["prefix_caching", "overlap", "events"]
+    assert "--enable-prefix-caching" in found["prefix_caching"].mend
+    assert "--enable-prefix-caching" in found["overlap"].mend
+    assert "--kv-events-config" in found["events"].mend
+
+
+async def test_a_worker_that_does_not_answer_is_all_that_is_said_of_it() -> None:
+    async with simulated() as worker:
+        config = config_of(worker)
+    findings = await findings_of(config)
+    assert [(finding.check, finding.level) for finding in findings] == [("reachable", Level.PROBLEM)]
+
+
+async def test_a_worker_that_hangs_is_not_waited_for() -> None:
+    async with simulated(faults=(Fault(kind="hang"),)) as worker:
+        found = problems(await findings_of(config_of(worker)))
+    assert list(found) == ["reachable"]
+    assert "0.5 s" in found["reachable"].message
+
+
+async def test_workers_that_refuse_requests_are_told_apart_from_those_without_a_cache() -> None:
+    async with simulated(faults=(Fault(kind="error503"),)) as worker:
+        found = problems(await findings_of(config_of(worker)))
+    assert "503" in found["overlap"].message
+
+
+def kv_events_of(worker: SimWorker, **changes: Any) -> dict[str, Any]:
+    assert worker.publisher is not None
+    right = {"endpoint": worker.publisher.endpoint, "replay_endpoint": worker.publisher.replay_endpoint}
+    return {"entry": {"kv_events": right | changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "said"),
+    [
+        (lambda _: {"endpoint": free_endpoint()}, "direction", "the engine's is at"),
+        (lambda worker: {"endpoint": worker.publisher.replay_endpoint}, "direction", "no publisher is bound"),
+        (lambda _: {"endpoint": free_endpoint(), "mode": "bind"}, "direction", "no publisher connects"),
+        (lambda _: {"topic": "kv@other"}, "topic", "'kv@here' does not begin with 'kv@other'"),
+        (lambda _: {"replay_endpoint": free_endpoint()}, "replay", "does not answer"),
+        (lambda worker: {"replay_endpoint": worker.publisher.endpoint}, "replay", "does not answer"),
+    ],
+)
+async def test_events_that_cannot_arrive_are_explained(
+    changes: Callable[[SimWorker], dict[str, Any]], check: str, said: str
+) -> None:
+    async with simulated(kv_topic="kv@here") as worker:
+        found = problems(await findings_of(config_of(worker, **kv_events_of(worker, **changes(worker)))))
+    assert said in found[check].message
+    assert "--kv-events-config" in found[check].mend or "kv_events.topic" in found[check].mend
+
+
+async def test_a_publisher_that_connects_is_heard_where_kvway_binds() -> None:
+    endpoint = free_endpoint()
+    async with simulated(kv_events=endpoint, kv_connect=True) as worker:
+        findings = await findings_of(config_of(worker, **kv_events_of(worker, mode="bind")), timeout_s=3.0)
+    assert not problems(findings)
+
+
+async def test_a_publisher_that_connects_is_not_found_where_kvway_connects_too() -> None:
+    async with simulated(kv_events=free_endpoint(), kv_connect=True) as worker:
+        found = problems(await findings_of(config_of(worker)))
+    assert "since its endpoint has no *" in found["direction"].message
+    assert '"endpoint": "tcp://*:' in found["direction"].mend
+
+
+async def test_an_endpoint_that_the_gateway_is_bound_to_is_no_problem() -> None:
+    async with simulated() as worker:
+        assert worker.publisher is not None
+        config = config_of(worker, **kv_events_of(worker, endpoint=worker.publisher.endpoint, mode="bind"))
+        findings = await findings_of(config)
+    assert not problems(findings)
+    assert any(finding.check == "events" and "bound already" in finding.message for finding in findings)
+
+
+async def test_events_of_another_worker_are_not_taken_for_its_own() -> None:
+    async with simulated() as worker, simulated() as other:
+        assert other.publisher is not None
+        config = config_of(worker, **kv_events_of(worker, endpoint=other.publisher.endpoint))
+        found = problems(await findings_of(config))
+    assert "no event came" in found["events"].message
+
+
+async def test_old_event_shapes_are_recognised() -> None:
+    async with simulated(event_format="array", replay_format="plain") as worker:
+        findings = {finding.check: finding for finding in await findings_of(config_of(worker))}
+    assert "arrays" in findings["shape"].message
+    assert "3 frames" in findings["replay"].message
+
+
+async def test_a_template_that_differs_is_told_apart_from_the_tokenizer(tmp_path: Path) -> None:
+    template = tmp_path / "other.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    async with simulated(tokenizer=TINY) as worker:
+        models = {"*": {"tokenizer": TINY, "chat_template": template}}
+        found = problems(await findings_of(config_of(worker, models=models)))
+    assert list(found) == ["template"]
+    assert "models.tiny.chat_template" in found["template"].mend
+
+
+async def test_clocks_that_differ_are_noticed() -> None:
+    async with simulated() as worker:
+        found = problems(await findings_of(config_of(worker), clock=lambda: time.time() + 60))
+    assert "behind" in found["clock"].message
+
+
+async def test_nothing_is_sent_where_that_is_not_wanted() -> None:
+    async with simulated() as worker:
+        findings = await findings_of(config_of(worker), send_prompts=False)
+        assert worker.engine.worker.counters.prefix_queries == 0
+    assert not problems(findings)
+    assert not {"overlap", "usage"} & {finding.check for finding in findings}
+
+
+async def test_redis_is_looked_at_where_it_is_used() -> None:
+    with Valkey() as valkey:
+        async with simulated() as worker:
+            findings = await findings_of(config_of(worker, index={"backend": "redis", "url": valkey.url}))
+    redis = {finding.check: finding.level for finding in findings if finding.subject == "redis"}
+    assert redis["reachable"] == redis["version"] == redis["namespace"] == Level.OK
+
+
+async def test_redis_out_of_reach_or_forbidden_is_a_problem() -> None:
+    with Valkey(user="default on nopass ~others:* &* +@all") as valkey:
+        async with simulated() as worker:
+            index = {"backend": "redis", "url": valkey.url}
+            forbidden = problems(await findings_of(config_of(worker, index=index)))
+            valkey.kill()
+            gone = problems(await findings_of(config_of(worker, index=index)))
+    assert "~kvway:*" in forbidden["namespace"].mend
+    assert "index.url" in gone["reachable"].mend
+
+
+async def test_findings_are_data_and_a_page() -> None:
+    findings = [Finding("w", "usage", Level.PROBLEM, "no [details]", "--flag '{}'"), Finding("w", "x", Level.OK, "y")]
+    assert has_problems(findings)
+    assert as_data(findings)["findings"][0] == {
+        "subject": "w",
+        "check": "usage",
+        "level": "problem",
+        "message": "no [details]",
+        "mend": "--flag '{}'",
+    }
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_findings(findings, console)
+    page = console.export_text()
+    assert "no [details]" in page
+    assert "→ --flag '{}'" in page
+    assert "1 problem\n" in page
+
+
+def test_the_command_exits_with_what_it_found(tmp_path: Path) -> None:
+    file = tmp_path / "kvway.yaml"
+    file.write_text(yaml.safe_dump({"workers": [{"url": "http://127.0.0.1:9", "name": "gone"}]}))
+    result = CliRunner().invoke(app, ["check", "-c", str(file), "--json", "--timeout", "1"])
+    assert result.exit_code == 1
+    assert json.loads(result.output)["findings"][0]["subject"] == "gone"
+    file.write_text("workers: 3")
+    assert CliRunner().invoke(app, ["check", "-c", str(file)]).exit_code == 2
