@@ -76,7 +76,7 @@ class SimResult:
         answered = self.answered
         arrival = self.arrival_s[answered]
         edges = np.linspace(arrival.min(initial=0.0), arrival.max(initial=0.0) + 1e-9, bins + 1)
-        prompts, _ = np.histogram(arrival, edges, weights=self.prompt_tokens[answered])
+        prompts, _ = np.histogram(arrival, edges, weights=self.prompt_tokens[answered].astype(float))
         prompts[prompts == 0] = np.nan
         rates = np.empty((bins, N_TIERS))
         for tier in Tier:

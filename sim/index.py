@@ -1,0 +1,179 @@
+"""What a gateway knows of the workers' caches: chunk ids instead of hashes, otherwise as ``gateway.index`` keeps it.
+
+A mask holds four bits per worker, one per tier. Prompts on their way count as held where they were sent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from policies.base import N_TIERS, Residency, Tier
+
+
+class FleetIndex:
+    """Who holds which chunk in which tier.
+
+    Args:
+        workers: size of the fleet.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._masks: dict[int, int] = {}
+        self._hbm_bits = sum(1 << N_TIERS * worker for worker in range(workers))
+
+    def store(self, worker: int, chunks: Sequence[int], tier: Tier) -> None:
+        """A worker holds these chunks in a tier."""
+        bit, masks = 1 << N_TIERS * worker + tier, self._masks
+        for chunk in chunks:
+            masks[chunk] = masks.get(chunk, 0) | bit
+
+    def remove(self, worker: int, chunk: int, tier: Tier) -> None:
+        """A worker holds a chunk in a tier no more."""
+        mask = self._masks.get(chunk, 0) & ~(1 << N_TIERS * worker + tier)
+        if mask:
+            self._masks[chunk] = mask
+        else:
+            self._masks.pop(chunk, None)
+
+    def clear(self, worker: int, tiers: Sequence[Tier] = tuple(Tier)) -> None:
+        """A worker has lost everything that it held in these tiers."""
+        lost = sum(1 << N_TIERS * worker + tier for tier in tiers)
+        kept = {chunk: mask & ~lost for chunk, mask in self._masks.items()}
+        self._masks = {chunk: mask for chunk, mask in kept.items() if mask}
+
+    def holders(self, chunk: int) -> int:
+        """Return how many workers hold a chunk in HBM."""
+        return (self._masks.get(chunk, 0) & self._hbm_bits).bit_count()
+
+    def residency(
+        self, chunks: Sequence[int], block_tokens: int, workers: Sequence[int], speculation: Speculations
+    ) -> Residency:
+        """Return how many leading tokens each of ``workers`` holds, by the fastest tier of each chunk.
+
+        While all that still hold everything do so in HBM, their tokens are counted once for all of them.
+        """
+        tokens = {worker: [0] * N_TIERS for worker in workers}
+        hbm_bits = self._hbm_bits
+        alive = sum(1 << N_TIERS * worker for worker in workers)
+        common = 0
+        stored, sent = self._masks, speculation.masks
+        for chunk in chunks:
+            mask = stored.get(chunk, 0) | sent.get(chunk, 0)
+            held = (mask | mask >> 1 | mask >> 2 | mask >> 3) & hbm_bits
+            lost = alive & ~held
+            if lost:
+                for worker in _workers(lost):
+                    tokens[worker][Tier.HBM] += common
+                alive &= held
+                if not alive:
+                    break
+            below = alive & ~mask
+            common += block_tokens
+            for worker in _workers(below):
+                nibble = mask >> N_TIERS * worker & 0b1111
+                tier = (nibble & -nibble).bit_length() - 1
+                tokens[worker][Tier.HBM] -= block_tokens
+                tokens[worker][tier] += block_tokens
+        for worker in _workers(alive):
+            tokens[worker][Tier.HBM] += common
+        return Residency.of_lists(list(tokens.values()))
+
+
+def _workers(bits: int) -> list[int]:
+    workers = []
+    while bits:
+        low = bits & -bits
+        workers.append((low.bit_length() - 1) // N_TIERS)
+        bits ^= low
+    return workers
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """A prompt on its way to a worker."""
+
+    worker: int
+    chunks: Sequence[int]
+
+
+class Speculations:
+    """Prompts that count as held by the workers they were sent to, as ``gateway.index.speculation`` has them.
+
+    Args:
+        ttl_s: how long that holds once the worker has begun to answer.
+
+    Attributes:
+        masks: chunk → HBM bits of the workers that it was sent to.
+    """
+
+    def __init__(self, ttl_s: float) -> None:
+        self.masks: dict[int, int] = {}
+        self._ttl_s = ttl_s
+        self._counts: dict[tuple[int, int], int] = {}  # worker, chunk → chunks after it and prompts that end there
+        self._settled: deque[tuple[float, Sent]] = deque()
+
+    def add(self, worker: int, chunks: Sequence[int]) -> Sent:
+        """A prompt is sent to a worker. A chunk stands for all before it: what two prompts share is counted once."""
+        masks, counts, bit = self.masks, self._counts, 1 << N_TIERS * worker + Tier.HBM
+        for chunk in reversed(chunks):
+            count = counts.get((worker, chunk), 0)
+            counts[worker, chunk] = count + 1
+            if count:
+                break
+            masks[chunk] = masks.get(chunk, 0) | bit
+        return Sent(worker, chunks)
+
+    def settle(self, sent: Sent, now: float) -> None:
+        """The worker answers: soon its events say what it holds."""
+        self._settled.append((now + self._ttl_s, sent))
+
+    def advance(self, now: float) -> None:
+        """Forget what was settled long enough ago."""
+        while self._settled and self._settled[0][0] <= now:
+            self.forget(self._settled.popleft()[1])
+
+    def forget(self, sent: Sent) -> None:
+        """Take a prompt back; twice is harmless."""
+        masks, counts, worker = self.masks, self._counts, sent.worker
+        bit = 1 << N_TIERS * worker + Tier.HBM
+        chunks, sent.chunks = sent.chunks, ()
+        for chunk in reversed(chunks):
+            count = counts[worker, chunk]
+            if count > 1:
+                counts[worker, chunk] = count - 1
+                break
+            del counts[worker, chunk]
+            if rest := masks[chunk] ^ bit:
+                masks[chunk] = rest
+            else:
+                del masks[chunk]
+
+
+class ApproximateCaches:
+    """What workers without events probably hold: per worker an LRU model of what was dispatched to it.
+
+    Args:
+        index: where it is written.
+        capacity: chunks that a worker's HBM holds.
+    """
+
+    def __init__(self, index: FleetIndex, capacity: int) -> None:
+        self._index = index
+        self._capacity = capacity
+        self._caches: dict[int, OrderedDict[int, None]] = {}
+
+    def sent(self, worker: int, chunks: Sequence[int]) -> None:
+        """A worker has prefilled a prompt; its last chunk grows old first."""
+        cache = self._caches.setdefault(worker, OrderedDict())
+        self._index.store(worker, [chunk for chunk in chunks if chunk not in cache], Tier.HBM)
+        for chunk in reversed(chunks):
+            cache[chunk] = None
+            cache.move_to_end(chunk)
+        while len(cache) > self._capacity:
+            self._index.remove(worker, cache.popitem(last=False)[0], Tier.HBM)
+
+    def clear(self, worker: int) -> None:
+        """The worker has begun anew."""
+        self._caches.pop(worker, None)

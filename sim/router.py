@@ -1,0 +1,161 @@
+"""A gateway as the simulation has it: a policy, its view of the fleet, and what it knows of the caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+from policies.base import FleetView, Policy, RoutingRequest, Tier, create_policy, known_policies
+from sim.fleet import FleetSettings
+from sim.index import ApproximateCaches, FleetIndex, Sent, Speculations
+from sim.ledger import Flight, Ledger
+from sim.requests import SimRequest
+
+MODEL = "sim"
+
+
+class ChunkNames(Sequence[bytes]):
+    """Chunk ids as a policy sees them; few of a prompt's are ever looked at."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> ChunkNames: ...
+
+    def __getitem__(self, at: int | slice) -> bytes | ChunkNames:
+        return ChunkNames(self._ids[at]) if isinstance(at, slice) else self._ids[at].to_bytes(8, "little")
+
+
+def make_policy(name: str, params: Mapping[str, Any] | None, seed: int) -> Policy:
+    """Build a policy; one that draws lots is seeded unless its parameters say how.
+
+    Raises:
+        PolicyError: no such policy, or parameters that it does not accept.
+    """
+    params = dict(params or {})
+    policy = known_policies().get(name)
+    if policy is not None and "seed" in policy.Params.__struct_fields__:
+        params.setdefault("seed", seed)
+    return create_policy(name, params)
+
+
+def make_view(settings: FleetSettings) -> FleetView:
+    """Return the view of an idle fleet."""
+    profile = settings.speed
+    fleet = FleetView([f"worker-{number}" for number in range(settings.workers)], version=1)
+    fleet.prefill_a_s[:] = profile.prefill_a_s
+    fleet.prefill_b_s[:] = profile.prefill_b_s
+    fleet.prefill_c_s[:] = profile.prefill_c_s
+    fleet.kv_capacity_tokens[:] = settings.capacity_tokens
+    columns = {Tier.HOST: "reload_host_s", Tier.DISK: "reload_disk_s", Tier.REMOTE: "reload_remote_s"}
+    for tier in reversed(settings.tiers):  # of several tiers of one kind, the fastest
+        size = profile.kv_bytes_per_token
+        seconds = size * tier.compression / tier.read_bytes_per_s + size / tier.codec_bytes_per_s
+        fleet.column(columns[tier.tier])[:] = seconds
+    return fleet
+
+
+@dataclass(slots=True, eq=False)
+class Dispatch:
+    """A request counted on a worker."""
+
+    worker: int
+    flight: Flight
+    sent: Sent
+    expected_hit_tokens: int
+
+
+class Router:
+    """One gateway.
+
+    Args:
+        policy: its own.
+        settings: of the fleet.
+        index: what is known from events; with ``approximate`` its own.
+        block_tokens: tokens per chunk id.
+    """
+
+    def __init__(self, policy: Policy, settings: FleetSettings, index: FleetIndex, block_tokens: int) -> None:
+        self.policy = policy
+        self.fleet = make_view(settings)
+        self.ledger = Ledger(self.fleet)
+        self.index = index
+        self.speculations = Speculations(settings.gateway.speculation_s)
+        self._profile = settings.speed
+        self._block_tokens = block_tokens
+        self._approximate: ApproximateCaches | None = None
+        if settings.gateway.approximate:
+            self._approximate = ApproximateCaches(index, settings.capacity_tokens // block_tokens)
+        self._everyone = tuple(range(settings.workers))
+        self._versions: dict[tuple[int, ...], int] = {}
+        self._mirrored: dict[int, Flight] = {}
+
+    def route(self, request: SimRequest, workers: Sequence[int], now: float) -> Dispatch:
+        """Let the policy choose among ``workers``, and count the request where it goes."""
+        size, prompt = self._block_tokens, request.prompt_tokens
+        chunks = request.chunks[: prompt // size]
+        self.speculations.advance(now)
+        residency = self.index.residency(chunks, size, workers, self.speculations)
+        asked = RoutingRequest(
+            MODEL, prompt, ChunkNames(chunks), size, session=request.session, priority=request.priority
+        )
+        decision = self.policy.decide(asked, self._view(workers), residency, now)
+        worker = workers[decision.worker]
+        hit = min(residency.hit(decision.worker), prompt)
+        new = max(1, prompt - hit)
+        flight = self.ledger.dispatch(worker, prompt, new, self._profile.ttft_s(new, hit), now)
+        return Dispatch(worker, flight, self.speculations.add(worker, chunks), decision.expected_hit_tokens)
+
+    def first_byte(self, dispatch: Dispatch, now: float) -> None:
+        """The worker answers."""
+        self.ledger.first_byte(dispatch.flight, now)
+        if self._approximate is not None:
+            self._approximate.sent(dispatch.worker, dispatch.sent.chunks)
+            self.speculations.forget(dispatch.sent)
+        else:
+            self.speculations.settle(dispatch.sent, now)
+
+    def end(self, dispatch: Dispatch, now: float) -> None:
+        """The request is no longer on its worker."""
+        if not dispatch.flight.decoding:
+            self.speculations.forget(dispatch.sent)
+        self.ledger.end(dispatch.flight, now)
+
+    def lost(self, worker: int) -> None:
+        """A worker has died: an approximate cache begins anew with it."""
+        if self._approximate is not None:
+            self._approximate.clear(worker)
+            self.index.clear(worker)
+
+    def hear_dispatch(self, number: int, flight: Flight, now: float) -> None:
+        """Another gateway has sent request ``number`` to a worker."""
+        self._mirrored[number] = self.ledger.dispatch(
+            flight.row, flight.prompt_tokens, flight.uncached_tokens, flight.prefill_s, now
+        )
+
+    def hear_first_byte(self, number: int, now: float) -> None:
+        """The request that another gateway has sent is being answered."""
+        self.ledger.first_byte(self._mirrored[number], now)
+
+    def hear_end(self, number: int, now: float) -> None:
+        """The request that another gateway has sent is over."""
+        self.ledger.end(self._mirrored.pop(number), now)
+
+    def _view(self, workers: Sequence[int]) -> FleetView:
+        rows = tuple(workers)
+        if rows == self._everyone:
+            return self.fleet
+        version = self._versions.setdefault(rows, -1 - len(self._versions))
+        return self.fleet.take(np.array(rows), version)

@@ -1,0 +1,51 @@
+"""Samples of every worker's load, taken at equal intervals of simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sim.batch import BatchWorker
+from sim.router import Router
+
+
+class Samples:
+    """Rows of what ``sim.results.SimResult`` has per sample and worker.
+
+    Args:
+        workers: size of the fleet.
+        interval_s: simulated seconds between two samples.
+
+    Attributes:
+        due_at: when the next one is due.
+    """
+
+    def __init__(self, workers: int, interval_s: float) -> None:
+        self.due_at = 0.0
+        self._workers = workers
+        self._interval_s = interval_s
+        self._taken = 0
+        self._rows: dict[str, list[Any]] = {"running": [], "waiting": [], "pending_tokens": [], "kv_usage": []}
+
+    def take(self, workers: Sequence[BatchWorker], routers: Sequence[Router]) -> None:
+        """Take the sample that is due."""
+        rows = self._rows
+        rows["running"].append([len(worker.running) for worker in workers])
+        rows["waiting"].append([len(worker.waiting) for worker in workers])
+        rows["kv_usage"].append([worker.cache.usage for worker in workers])
+        rows["pending_tokens"].append(sum(router.fleet.pending_prefill_tokens for router in routers))
+        self._taken += 1
+        self.due_at = self._taken * self._interval_s
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the fields of a ``SimResult``, ``[samples]`` and ``[samples, workers]``."""
+        shape = (self._taken, self._workers)
+        return {
+            "sample_s": np.arange(self._taken) * self._interval_s,
+            "running": np.array(self._rows["running"], np.int64).reshape(shape),
+            "waiting": np.array(self._rows["waiting"], np.int64).reshape(shape),
+            "pending_tokens": np.array(self._rows["pending_tokens"], float).reshape(shape),
+            "kv_usage": np.array(self._rows["kv_usage"], float).reshape(shape),
+        }
