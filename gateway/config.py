@@ -254,6 +254,20 @@ class IndexConfig(Section):
         2.0,
         description="how long a dispatched prompt counts as cached after its first byte, until events confirm it",
     )
+    resync_drift: float = Field(
+        0.3,
+        ge=0,
+        le=1,
+        description="a worker whose predicted and reported cached tokens differ by more than this share is read anew; "
+        "0: never",
+    )
+    refill_share: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="after a start or a loss, for two minutes: share of the requests to a vLLM that ask it to report "
+        "what it holds (vllm_xargs.kv_cache_report_mode); 0 where gateways that are no replicas of this one listen too",
+    )
 
     @model_validator(mode="after")
     def _secrets_go_together(self) -> IndexConfig:

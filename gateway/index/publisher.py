@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from typing import Any, Final
 from uuid import uuid4
 
 from gateway.config import IndexConfig
-from gateway.index.redis_store import LEASE_S, UNREACHABLE, RedisStore
+from gateway.index.redis_client import UNREACHABLE
+from gateway.index.redis_store import LEASE_S, RedisStore
 from gateway.index.table import ChunkTable
 from gateway.tasks import spawn, stop
 
@@ -60,14 +62,16 @@ class Publisher:
         store: the commands.
         table: what our slots hold.
         config: ``max_chunks`` bounds what waits to be written, ``ttl_s`` says how often everything is written again.
-        owners_changed: called when ``owns`` has another answer for some slot.
+        owners_changed: called when ``owns`` has another answer for some slot, and with the slots that have another
+            owner in Redis than before.
 
     Attributes:
         up: set while Redis answers.
+        heard_at: when Redis was last asked who has which slot, and answered; seconds by the event loop's clock.
     """
 
     def __init__(
-        self, store: RedisStore, table: ChunkTable, config: IndexConfig, owners_changed: Callable[[], None]
+        self, store: RedisStore, table: ChunkTable, config: IndexConfig, owners_changed: Callable[[set[int]], None]
     ) -> None:
         self._store = store
         self._table = table
@@ -91,6 +95,7 @@ class Publisher:
         self._away = False
         self._tasks: list[asyncio.Task[Any]] = []
         self.up = asyncio.Event()
+        self.heard_at = -inf
         self.counters = Counters()
 
     def start(self) -> None:
@@ -124,17 +129,17 @@ class Publisher:
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
                 await self.up.wait()
-        async with self._claiming:  # a fleet that joins at once should not take a connection per worker
+        async with self._claiming:  # a fleet that joins at once should not crowd out everything else
             if self.up.is_set():
                 try:
-                    number = await self._store.claim(owner)
+                    number = await self._claim(owner)
                 except UNREACHABLE as error:
                     self.failed(error)
         slot = next(self._private) if number is None or number in self._owners else number
         if number is not None:
             self._numbers[slot] = number
         self._owners[slot] = owner
-        self._owners_changed()
+        self._owners_changed(set())
         return slot
 
     def mark(self, slot: int, keys: Iterable[bytes]) -> None:
@@ -155,6 +160,10 @@ class Publisher:
         self._leaving.add(slot)
         self._idle.clear()
         self._work.set()
+
+    def hear_soon(self) -> None:
+        """Learn now who has which slot: something has changed."""
+        self._renew_now.set()
 
     async def flush(self) -> None:
         """Wait until Redis has everything."""
@@ -200,26 +209,37 @@ class Publisher:
         begin, self._begin_generation = self._begin_generation, False
         owners = {number: self._owners[slot] for slot, number in self._numbers.items()}
         generation = self._store.generation
+        asked_at = asyncio.get_running_loop().time()
         try:
-            lost = await self._store.renew(owners, begin)
+            lost, changed = await self._store.renew(owners, begin)
         except BaseException:
             self._begin_generation |= begin
             raise
+        # Until the next await, nobody sees the masks of the new generation with the owners of the one before.
+        self.heard_at = asked_at
         # A slot is lost if its lease ran out while Redis could not be reached, and a new generation gave it away.
         for slot in [slot for slot, number in self._numbers.items() if number in lost]:
             del self._numbers[slot]
             self._waiting.pop(slot, None)
+        if changed:
+            self._owners_changed(changed)
         if self._store.generation != generation:
             self.counters.generations += generation > 0
             self._rewrite_wanted.set()
         for slot in self._owners.keys() - self._numbers.keys() - self._leaving:
             owner = self._owners.get(slot, "")
-            number = await self._store.claim(owner)
+            number = await self._claim(owner)
             if slot in self._owners:
                 self._numbers[slot] = number
                 self._rewrite_wanted.set()
             else:  # it was released meanwhile
                 await self._store.free(number, owner)
+
+    async def _claim(self, owner: str) -> int:
+        number = await self._store.claim(owner)
+        if number < 0:
+            raise ConnectionError("another generation has begun")
+        return number
 
     async def _rewrite(self) -> None:
         while True:
@@ -277,4 +297,4 @@ class Publisher:
                 self._numbers.pop(slot, None)
             self._leaving.discard(slot)
             del self._owners[slot]
-            self._owners_changed()
+            self._owners_changed(set())

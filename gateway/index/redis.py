@@ -13,7 +13,8 @@ from time import monotonic
 
 from gateway.config import IndexConfig
 from gateway.index.publisher import FIRST_PRIVATE_SLOT, Counters, Publisher
-from gateway.index.redis_store import UNREACHABLE, RedisStore, tagged
+from gateway.index.redis_client import UNREACHABLE
+from gateway.index.redis_store import TRUST_S, RedisStore, tagged
 from gateway.index.residency import RowCache, leading_runs
 from gateway.index.speculation import Overlay, SpeculativePrompt
 from gateway.index.table import ChunkTable
@@ -24,7 +25,8 @@ class RedisIndex:
     """A ``ChunkIndex`` that replicas share.
 
     Slots come from Redis: no two replicas get the same one. A replica that dies leaves its slots behind, taken, until
-    the index begins anew.
+    the index begins anew. Whoever asks for other replicas' slots sees to it that they are still those of the workers
+    meant: see ``is_others`` and ``on_owners``.
 
     Args:
         config: URL, bounds and times.
@@ -40,7 +42,8 @@ class RedisIndex:
         # Of others' slots: those which are not ours, nor were until just now.
         self._others_rows = RowCache(self._number_among_others)
         self._others_overlay = Overlay(config.speculative_ttl_s, clock=clock)
-        self._publisher = Publisher(self._store, self._table, config, self._others_rows.clear)
+        self._publisher = Publisher(self._store, self._table, config, self._owners_changed)
+        self._on_owners: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         """Number of chunks that our own slots hold."""
@@ -82,6 +85,21 @@ class RedisIndex:
     def number(self, slot: int) -> int:
         """Return what other replicas call ``slot``; -1 while they do not know it."""
         return self._publisher.number(slot)
+
+    def is_others(self, slot: int, worker: str) -> bool:
+        """Return whether ``slot`` is one that another replica has for ``worker``, as far as we know.
+
+        A slot that is not, may be another worker's by now.
+        """
+        return not self._publisher.owns(slot) and self._store.owners.get(slot, "").partition(" ")[2] == worker
+
+    def on_owners(self, changed: Callable[[], None]) -> None:
+        """Have ``changed`` called whenever ``is_others`` may have another answer, before anybody asks ``residency``."""
+        self._on_owners = changed
+
+    def learn_owners(self) -> None:
+        """Learn soon who has which slot: one is heard of that ``is_others`` does not know."""
+        self._publisher.hear_soon()
 
     async def residency(self, chunks: Sequence[bytes], slots: Sequence[int], chunk_tokens: int) -> Residency:
         """Return the leading run that each slot holds; see ``ChunkIndex``."""
@@ -133,11 +151,12 @@ class RedisIndex:
 
     async def _ask(self, chunks: Sequence[bytes]) -> Iterable[tuple[int, int]]:
         counters = self._publisher.counters
-        if not self._publisher.up.is_set():
+        now = asyncio.get_running_loop().time()
+        if not self._publisher.up.is_set() or now > self._publisher.heard_at + TRUST_S:
             counters.skipped += 1
             return ()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout_at(now + self._timeout_s):
                 return await self._store.read(chunks, chunks[0])
         except UNREACHABLE as error:
             counters.timeouts += isinstance(error, TimeoutError)
@@ -146,6 +165,13 @@ class RedisIndex:
 
     def _number_among_others(self, slot: int) -> int:
         return -1 if slot >= FIRST_PRIVATE_SLOT or self._publisher.owns(slot) else slot
+
+    def _owners_changed(self, slots: set[int]) -> None:
+        for slot in slots:
+            self._others_overlay.forget_position(slot)
+        self._others_rows.clear()
+        if self._on_owners is not None:
+            self._on_owners()
 
     def _lost(self, slot: int, keys: Sequence[bytes]) -> None:
         self._publisher.mark(slot, keys)

@@ -3,7 +3,8 @@
 * ``{namespace}:{generation}:{tag}chunk``, a string: the chunk's mask, one nibble per slot, one bit per tier.
 * ``{namespace}:{slots}:leases``, a sorted set: slot → end of its lease, Unix milliseconds by the server's clock.
 * ``{namespace}:{slots}:owners``, a hash: slot → who has it (replica and worker).
-* ``{namespace}:{slots}:generation``, a hash: its ``number``, and the ``run`` (id of the server process) it began in.
+* ``{namespace}:{slots}:generation``, a hash: its ``number``, the ``run`` (ids of the server processes) it began in, and
+  the ``version`` of the owners, which counts their changes.
 
 The tag in braces is made from a chain's first chunk and keeps the chain on one slot of a Redis Cluster. The strings are
 read with ``MGET`` and written nibble by nibble, each by the one replica that has the slot. Nibbles are swapped in
@@ -13,34 +14,37 @@ A new *generation* leaves all chunk keys behind to expire, and every replica wri
 So the index begins afresh when it cannot be trusted (server flushed, restarted or failed over; writes given up), and so
 slots become free whose owner died without sweeping them. Nobody ever has to search the keyspace, which may hold more
 than ours.
+
+A replica that was cut off must not take a slot for a worker's that has been given to another since. So what it knows
+of owners comes with the generation that it reads, counts for ``TRUST_S``, and a slot that was freed stays free for
+longer than that.
 """
 
 from __future__ import annotations
 
-import asyncio
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final, cast
-
-import hiredis
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, RedisError
+from typing import Any, Final
 
 from gateway.config import IndexConfig
-from gateway.errors import ConfigError
+from gateway.index.redis_client import RedisClient
+from gateway.index.redis_link import RedisError, pack
 from policies.chunks import DIGEST_BYTES
 
-UNREACHABLE: Final = (RedisError, OSError, TimeoutError)
-"""What every command may raise. It may have been carried out all the same."""
-
 LEASE_S: Final = 10.0
-_COMMAND_TIMEOUT_S: Final = 1.0
+TRUST_S: Final = 5.0
+"""A replica that has not heard for so long who has which slot does not read the masks."""
+
+FREED_S: Final = 2 * TRUST_S
+"""So long a slot that was freed is not given out again: by then, no replica takes it for its former owner's."""
+
 _WRITE_TIMEOUT_S: Final = 10.0  # long: a write that is given up may still be carried out, and later than the next one
-_MAX_CONNECTIONS: Final = 256
 _TAG_BYTES: Final = 2  # 65,536 tags for the 16,384 slots of a cluster
 _KEYS_PER_CALL: Final = 128  # a script keeps all other clients waiting, some 2 µs per key
+_SLOTS_TAG: Final = b"slots"
+_FIRST_GENERATIONS: Final = 1 << 20
+_ON_THE_MOVE: Final = ("ASK ", "TRYAGAIN")  # a cluster moves these keys from one node to another
 
 _WRITE: Final = """
 local index, nibble, ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
@@ -60,19 +64,28 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
 
+# Only who knows the present generation may claim: else it would write under keys that others still read as they were.
 _CLAIM: Final = f"""{_NOW}
+local generation = redis.call('HMGET', KEYS[3], 'number', 'run')
+if generation[1] ~= ARGV[4] or generation[2] ~= ARGV[5] then return -1 end
 local slot = 0
-while redis.call('ZSCORE', KEYS[1], slot) do slot = slot + 1 end
+while true do
+  local till = redis.call('ZSCORE', KEYS[1], slot)
+  if not till or tonumber(till) <= now and redis.call('HEXISTS', KEYS[2], slot) == 0 then break end
+  slot = slot + 1
+end
 redis.call('ZADD', KEYS[1], now + ARGV[2], slot)
 redis.call('HSET', KEYS[2], slot, ARGV[1])
+redis.call('HINCRBY', KEYS[3], 'version', 1)
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
 return slot
 """
 
-_FREE: Final = """
+_FREE: Final = f"""{_NOW}
 if redis.call('HGET', KEYS[2], ARGV[1]) == ARGV[2] then
-  redis.call('ZREM', KEYS[1], ARGV[1])
+  redis.call('ZADD', KEYS[1], now + ARGV[3], ARGV[1])
   redis.call('HDEL', KEYS[2], ARGV[1])
+  redis.call('HINCRBY', KEYS[3], 'version', 1)
 end
 """
 
@@ -80,49 +93,45 @@ end
 # begins early when the dead are more than the living, so that the masks do not become wider and wider.
 _RENEW: Final = f"""{_NOW}
 local lease_ms, ttl_ms, run, known, begin = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1'
-local lost = {{}}
-for i = 6, #ARGV, 2 do
+local lost, changed = {{}}, false
+for i = 7, #ARGV, 2 do
   local owner = redis.call('HGET', KEYS[2], ARGV[i])
-  if owner and owner ~= ARGV[i + 1] then
-    table.insert(lost, tonumber(ARGV[i]))
-  else
-    if not owner then redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+  if not owner and not redis.call('ZSCORE', KEYS[1], ARGV[i]) then
+    redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1])
+    owner, changed = ARGV[i + 1], true
+  end
+  if owner == ARGV[i + 1] then
     redis.call('ZADD', KEYS[1], now + lease_ms, ARGV[i])
+  else
+    table.insert(lost, tonumber(ARGV[i]))
   end
 end
-local number = tonumber(redis.call('HGET', KEYS[3], 'number'))
-local dead = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)
+local dead = {{}}
+for _, slot in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do
+  if redis.call('HEXISTS', KEYS[2], slot) == 1 then table.insert(dead, slot) else redis.call('ZREM', KEYS[1], slot) end
+end
 local living = redis.call('ZCARD', KEYS[1]) - #dead
+local number = tonumber(redis.call('HGET', KEYS[3], 'number'))
 if begin or not number or redis.call('HGET', KEYS[3], 'run') ~= run or #dead > math.max(64, living) then
-  number = math.max(number or 0, known) + 1
+  number, changed = math.max(number or 0, known) + 1, true
   redis.call('HSET', KEYS[3], 'number', number, 'run', run)
   for _, slot in ipairs(dead) do
     redis.call('ZREM', KEYS[1], slot)
     redis.call('HDEL', KEYS[2], slot)
   end
 end
+if changed then redis.call('HINCRBY', KEYS[3], 'version', 1) end
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
-return {{number, lost}}
+local version = tonumber(redis.call('HGET', KEYS[3], 'version'))
+local owners = (number ~= known or version ~= tonumber(ARGV[6])) and redis.call('HGETALL', KEYS[2])
+return {{number, lost, version, owners}}
 """
 
 
 def tagged(chunks: Iterable[bytes], root: bytes) -> list[bytes]:
     """Return ``{tag}chunk`` for chunks of the chain that begins with ``root``."""
-    tag = _tag(root)
+    tag = b"{%b}" % _tag(root)
     return [tag + chunk for chunk in chunks]
-
-
-class _Packed(bytes):
-    """A whole command as it is sent."""
-
-
-class _PacksFast:
-    """Of redis-py's asyncio connections: lets hiredis pack commands, unless they are packed already."""
-
-    def pack_command(self, name: str, *args: Any) -> list[bytes]:
-        if args and isinstance(args[0], _Packed):
-            return [args[0]]
-        return [hiredis.pack_command((*name.split(), *args))]
 
 
 class RedisStore:
@@ -133,38 +142,37 @@ class RedisStore:
 
     Attributes:
         generation: the generation that is read and written; 0 before the first ``renew``.
+        owners: slot → who has it, as of the last ``renew``.
 
     Raises:
-        ConfigError: the URL is not one of Redis.
+        ConfigError: see ``RedisClient``.
     """
 
     def __init__(self, config: IndexConfig) -> None:
-        # No retries here: whoever asks has something better to do than to wait.
-        try:
-            self._redis = Redis.from_url(
-                config.url,
-                protocol=2,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=None,
-                socket_connect_timeout=_COMMAND_TIMEOUT_S,
-                max_connections=_MAX_CONNECTIONS,
-            )
-        except ValueError as error:
-            raise ConfigError(f"index.url: {error}") from None
-        pool = self._redis.connection_pool
-        pool.connection_class = type("FastPackingConnection", (_PacksFast, pool.connection_class), {})
+        self._redis = RedisClient(config)
         self._namespace = config.namespace
-        slots = f"{config.namespace}:{{slots}}"
-        self._leases, self._owners, self._generation = f"{slots}:leases", f"{slots}:owners", f"{slots}:generation"
+        slots = f"{config.namespace}:{{{_SLOTS_TAG.decode()}}}"
+        self._slots = f"{slots}:leases", f"{slots}:owners", f"{slots}:generation"
         self._chunk_ttl_ms = int(max(1.0, config.ttl_s) * 1000)
         # The slots outlive every chunk key of their generation: else its number could come again too soon.
         self._slots_ttl_ms = 2 * self._chunk_ttl_ms + int(LEASE_S * 1000)
-        self._use(0)
+        # An empty server begins with a number that nobody else is likely to remember from before it was emptied.
+        self._known_generation = random.randrange(1, _FIRST_GENERATIONS)
+        self._version = 0
+        self.owners: dict[int, str] = {}
+        self.generation = 0
+        self._prefix = b""
 
     async def read(self, chunks: Sequence[bytes], root: bytes) -> Iterator[tuple[int, int]]:
         """Return the masks as (mask, number of chunks that have it). Waits as long as the caller lets it."""
-        redis = cast("Any", self._redis)
-        return _masks(await redis.execute_command("MGET", _mget(self._prefix + _tag(root), chunks)))
+        tag = _tag(root)
+        try:
+            values = await self._redis.ask_packed(tag, _mget(b"%b{%b}" % (self._prefix, tag), chunks))
+        except RedisError as error:
+            if str(error).startswith(_ON_THE_MOVE):
+                return iter(())
+            raise
+        return _masks(values)
 
     async def write(self, keys_by_nibble: Mapping[tuple[int, int], Sequence[bytes]]) -> None:
         """Set nibbles; a mask that becomes all zeros is deleted.
@@ -172,83 +180,89 @@ class RedisStore:
         Args:
             keys_by_nibble: (slot, its nibble) → keys as ``tagged`` returns them.
         """
-        pipeline = self._redis.pipeline(transaction=False)
-        for (slot, nibble), keys in keys_by_nibble.items():
-            for start in range(0, len(keys), _KEYS_PER_CALL):
-                names = [self._prefix + key for key in keys[start : start + _KEYS_PER_CALL]]
-                pipeline.eval(_WRITE, len(names), *names, slot ^ 1, nibble, self._chunk_ttl_ms)
-        async with asyncio.timeout(_WRITE_TIMEOUT_S):
-            await pipeline.execute()
+        await self._redis.ask_all(self._packed_writes(keys_by_nibble), _WRITE_TIMEOUT_S)
 
     async def claim(self, owner: str) -> int:
-        """Return the lowest slot that nobody has, leased to ``owner``."""
-        keys = self._leases, self._owners
-        return int(await self._eval(_CLAIM, keys, owner, int(LEASE_S * 1000), self._slots_ttl_ms))
+        """Return the lowest slot that is free, leased to ``owner``; -1 if another generation has begun."""
+        run = await self._redis.run()
+        args = owner, int(LEASE_S * 1000), self._slots_ttl_ms, self.generation, run
+        return int(await self._eval(_CLAIM, *args))
 
     async def free(self, slot: int, owner: str) -> None:
         """Give back a slot of which nothing is left in the masks."""
-        await self._eval(_FREE, (self._leases, self._owners), slot, owner)
+        await self._eval(_FREE, slot, owner, int(FREED_S * 1000))
 
     async def abandon(self, slots: Iterable[int]) -> None:
         """End the leases of slots that are not swept, instead of letting them run out."""
-        async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-            await self._redis.zadd(self._leases, dict.fromkeys(map(str, slots), 0), xx=True)
+        leases = [part for slot in slots for part in (0, slot)]
+        await self._redis.ask(_SLOTS_TAG, "ZADD", self._slots[0], "XX", *leases)
 
-    async def renew(self, owners: Mapping[int, str], begin: bool) -> set[int]:
-        """Renew leases and learn the present generation.
+    async def renew(self, owners: Mapping[int, str], begin: bool) -> tuple[set[int], set[int]]:
+        """Renew leases, and learn the present generation and who has which slot.
 
         Args:
             owners: this replica's slots, with the owner each was claimed for.
             begin: begin a new generation.
 
         Returns:
-            Slots that have become somebody else's; they must not be written any more.
+            Slots of ours that have become somebody else's, and must not be written any more; slots that have another
+            owner than before.
         """
-        run = await self._run()
-        number, lost = await self._eval(
+        run = await self._redis.run()
+        number, lost, version, table = await self._eval(
             _RENEW,
-            (self._leases, self._owners, self._generation),
             int(LEASE_S * 1000),
             self._slots_ttl_ms,
             run,
-            self.generation,
+            self._known_generation,
             int(begin),
+            self._version,
             *(part for lease in owners.items() for part in lease),
         )
-        self._use(number)
-        return set(lost)
+        self.generation = self._known_generation = number
+        self._prefix = f"{self._namespace}:{number:x}:".encode()
+        self._version = version
+        before = self.owners
+        if table is not None:
+            names = [part.decode() for part in table]
+            self.owners = dict(zip(map(int, names[::2]), names[1::2], strict=True))
+        return set(lost), {slot for slot, _ in before.items() ^ self.owners.items()}
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._redis.aclose()
+        await self._redis.close()
 
-    def _use(self, generation: int) -> None:
-        self.generation = generation
-        self._prefix = f"{self._namespace}:{generation}:".encode()
+    def _packed_writes(
+        self, keys_by_nibble: Mapping[tuple[int, int], Sequence[bytes]]
+    ) -> Iterator[tuple[bytes, bytes]]:
+        for (slot, nibble), keys in keys_by_nibble.items():
+            in_cluster = self._redis.is_cluster
+            groups = groupby(sorted(keys), _tag_of) if in_cluster else [(b"", iter(keys))]
+            for tag, group in groups:
+                names = [self._prefix + key for key in group]
+                for start in range(0, len(names), _KEYS_PER_CALL):
+                    some = names[start : start + _KEYS_PER_CALL]
+                    yield tag, pack("EVAL", _WRITE, len(some), *some, slot ^ 1, nibble, self._chunk_ttl_ms)
 
-    async def _run(self) -> str:
-        try:
-            async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-                return str((await self._redis.info("server")).get("run_id", ""))
-        except NoPermissionError:  # some hosted servers do not tell; a fail-over then goes unnoticed
-            return ""
-
-    async def _eval(self, script: str, keys: Sequence[str], *args: str | int) -> Any:
-        async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-            return await cast("Any", self._redis.eval(script, len(keys), *keys, *args))
+    async def _eval(self, script: str, *args: str | int) -> Any:
+        return await self._redis.ask(_SLOTS_TAG, "EVAL", script, len(self._slots), *self._slots, *args)
 
 
 def _tag(root: bytes) -> bytes:
-    return b"{%b}" % root[:_TAG_BYTES].hex().encode()
+    return root[:_TAG_BYTES].hex().encode()
 
 
-def _mget(prefix: bytes, chunks: Sequence[bytes]) -> _Packed:
+def _tag_of(key: bytes) -> bytes:
+    return key[1 : 1 + 2 * _TAG_BYTES]
+
+
+def _mget(prefix: bytes, chunks: Sequence[bytes]) -> bytes:
     """Return the command that reads ``prefix + chunk`` for all chunks. As all are equally long, a join packs them."""
     before_chunk = b"\r\n$%d\r\n%b" % (len(prefix) + DIGEST_BYTES, prefix)
     keys = before_chunk.join((b"", *chunks))
     if len(keys) != len(chunks) * (len(before_chunk) + DIGEST_BYTES):
         raise ValueError(f"a chunk hash is not {DIGEST_BYTES} bytes long")
-    return _Packed(b"*%d\r\n$4\r\nMGET%b\r\n" % (len(chunks) + 1, keys))
+    return b"*%d\r\n$4\r\nMGET%b\r\n" % (len(chunks) + 1, keys)
 
 
 def _masks(values: Iterable[bytes | None]) -> Iterator[tuple[int, int]]:

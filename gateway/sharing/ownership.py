@@ -13,7 +13,7 @@ from typing import Final
 import mmh3
 
 from gateway.events.feeds import EventFeeds
-from gateway.fleet.registry import Registry, Worker
+from gateway.fleet.registry import NO_SLOT, Registry, Worker
 from gateway.index.redis import RedisIndex
 from gateway.sharing.store import NOT_CLAIMED, Record
 
@@ -36,6 +36,7 @@ class Ownership:
         self._feeds = feeds
         self._index = index
         self._records: Mapping[str, Record] = {}
+        index.on_owners(self._show_all)
         self._retained: dict[Worker, int] = {}  # slots of ours that answer although another replica follows the worker
 
     @property
@@ -67,8 +68,9 @@ class Ownership:
                 continue
             if has_owner and self._feeds.follows(worker):
                 self._retained[worker] = await self._feeds.unfollow(worker)
-            if not self._feeds.follows(worker):
-                self._show(worker, record.slot)
+        self._show_all()
+        if any(map(self._is_unknown, self._registry.workers.values())):
+            self._index.learn_owners()
         await self._release_unused()
 
     def follow_all(self) -> None:
@@ -86,10 +88,28 @@ class Ownership:
             return NOT_CLAIMED
         return self._index.number(worker.slot) if self._feeds.follows(worker) else -1
 
-    def _show(self, worker: Worker, number: int) -> None:
-        if number >= 0 and number != self._index.number(worker.slot):
-            worker.slot = number
-            self._registry.touch()
+    def _show_all(self) -> None:
+        """Let workers have the slots that other replicas have for them, as far as these still are theirs."""
+        for worker in self._registry.workers.values():
+            slot = self._slot_elsewhere(worker)
+            if self._feeds.follows(worker) or not self._index.is_others(slot, worker.name):
+                slot = worker.slot
+            if slot >= 0 and not self._index.owns(slot) and not self._index.is_others(slot, worker.name):
+                slot = NO_SLOT
+            if slot != worker.slot:
+                worker.slot = slot
+                self._registry.touch()
+
+    def _slot_elsewhere(self, worker: Worker) -> int:
+        record = self._records.get(worker.name)
+        return NO_SLOT if record is None else record.slot
+
+    def _is_unknown(self, worker: Worker) -> bool:
+        """Whether another replica has a slot for ``worker`` that the index does not know to be its."""
+        slot = self._slot_elsewhere(worker)
+        if slot < 0 or self._feeds.follows(worker) or slot == self._index.number(worker.slot):
+            return False
+        return not self._index.is_others(slot, worker.name)
 
     async def _release_unused(self) -> None:
         for worker, slot in list(self._retained.items()):

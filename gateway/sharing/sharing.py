@@ -23,7 +23,7 @@ from gateway.events.feeds import EventFeeds
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.approximate import ApproximateCache
 from gateway.index.redis import RedisIndex
-from gateway.index.redis_store import UNREACHABLE
+from gateway.index.redis_client import UNREACHABLE
 from gateway.observe.observer import Observer
 from gateway.sharing import news
 from gateway.sharing.ownership import Ownership
@@ -70,6 +70,7 @@ class Sharing:
             follow_all=False,
             on_slot=self.hurry,
             on_taken=self.approximate.forget,
+            refills=config.refill_share > 0,
         )
         self.outbox = news.Outbox(self._replica, registry)
         self.up = False

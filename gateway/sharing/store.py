@@ -10,17 +10,12 @@ Times are Unix milliseconds by the server's clock.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
-
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from typing import Final
 
 from gateway.config import IndexConfig
-from gateway.errors import ConfigError
+from gateway.index.redis_client import RedisClient
 
 LIFE_S: Final = 2.0
 """A replica that has not said for so long that it is alive has lost its workers to the others."""
@@ -29,7 +24,7 @@ NOT_CLAIMED: Final = -2
 """In ``SharingStore.beat``: the worker is known here, but another replica should have it."""
 
 _KEEP_S: Final = 60.0  # a record that nobody claims is of no worker that anybody knows
-_COMMAND_TIMEOUT_S: Final = 1.0
+_TAG: Final = b"sharing"
 _TTL_S: Final = 3600.0
 
 # A worker that its owner does not claim is given up; its slot goes on answering until the next owner names another.
@@ -98,24 +93,19 @@ class Record:
 
 
 class SharingStore:
-    """The commands. Each raises one of ``index.redis_store.UNREACHABLE`` when it fails.
+    """The commands. Each raises one of ``index.redis_client.UNREACHABLE`` when it fails.
 
     Args:
         config: URL and namespace.
         replica: who we are.
 
     Raises:
-        ConfigError: the URL is not one of Redis.
+        ConfigError: see ``RedisClient``.
     """
 
     def __init__(self, config: IndexConfig, replica: str) -> None:
-        try:
-            self._redis = Redis.from_url(
-                config.url, protocol=2, retry=Retry(NoBackoff(), 0), socket_connect_timeout=_COMMAND_TIMEOUT_S
-            )
-        except ValueError as error:
-            raise ConfigError(f"index.url: {error}") from None
-        prefix = f"{config.namespace}:{{sharing}}"
+        self._redis = RedisClient(config)
+        prefix = f"{config.namespace}:{{{_TAG.decode()}}}"
         self._keys = f"{prefix}:replicas", f"{prefix}:leases", f"{prefix}:owners"
         self._channel = f"{config.namespace}:news"
         self._replica = replica
@@ -130,33 +120,23 @@ class SharingStore:
         """
         milliseconds = (int(seconds * 1000) for seconds in (life_s, _KEEP_S, _TTL_S))
         args = (self._replica, *milliseconds, *(part for claim in claims.items() for part in claim))
-        async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-            replicas, records = await cast("Any", self._redis.eval(_BEAT, len(self._keys), *self._keys, *args))
+        replicas, records = await self._redis.ask(_TAG, "EVAL", _BEAT, len(self._keys), *self._keys, *args)
         return {name.decode() for name in replicas}, {
             worker.decode(): Record(owner.decode(), slot, left_ms / 1000) for worker, owner, slot, left_ms in records
         }
 
     async def tell(self, message: bytes) -> None:
         """Send a message to all replicas that listen, ourselves included."""
-        async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-            await self._redis.publish(self._channel, message)
+        await self._redis.publish(self._channel, message)
 
-    async def listen(self, patience_s: float) -> AsyncIterator[bytes]:
+    def listen(self, patience_s: float) -> AsyncIterator[bytes]:
         """Yield messages.
 
         Raises:
             TimeoutError: there was none for ``patience_s``, not even one of our own.
         """
-        async with self._redis.pubsub() as pubsub:
-            async with asyncio.timeout(_COMMAND_TIMEOUT_S):
-                await pubsub.subscribe(self._channel)
-            while True:
-                message = await pubsub.get_message(timeout=patience_s)
-                if message is None:
-                    raise TimeoutError("no messages")
-                if message["type"] == "message":
-                    yield message["data"]
+        return self._redis.listen(self._channel, patience_s)
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._redis.aclose()
+        await self._redis.close()

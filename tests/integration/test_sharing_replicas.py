@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -30,20 +30,6 @@ from tests.valkey import Valkey
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 SLOW = 0.02  # a simulated worker this slow prefills as long as a test lasts
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Valkey]:
-    with Valkey() as server:
-        yield server
-
-
-@pytest.fixture
-def valkey(server: Valkey) -> Iterator[Valkey]:
-    """The shared server, running whatever the test before did to it."""
-    yield server
-    server.thaw()
-    server.restart_if_killed()
 
 
 @pytest.fixture
