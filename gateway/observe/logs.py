@@ -42,6 +42,7 @@ class RequestLine(msgspec.Struct, omit_defaults=True):
     predicted_hit_tokens: int = 0
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    resumptions: int | None = None
 
 
 class RequestLog:
@@ -139,6 +140,7 @@ def _request_line(record: RequestRecord) -> RequestLine:
         record.predicted_hit_tokens,
         record.cached_tokens,
         record.output_tokens,
+        record.resumptions or None,
     )
 
 

@@ -9,7 +9,6 @@ from gateway.errors import GatewayError
 from gateway.relay.chunked import LAST_CHUNK, Dechunker, chunk
 from gateway.relay.head import Framing, RequestHead, ResponseHead
 from gateway.relay.sse import UsageReader, ends_event, error_event
-from gateway.relay.upstream import Upstream
 
 
 class Client(Protocol):
@@ -111,12 +110,12 @@ class Answer:
         self.moved = True
         self._write(data)
 
-    def cut(self, error: GatewayError, upstream: Upstream) -> None:
+    def cut(self, error: GatewayError, filling: bytes | None) -> None:
         """End an answer whose worker will not: a stream with an error event, anything else with a reset.
 
         Args:
             error: what the event says.
-            upstream: the connection that brought the answer so far.
+            filling: what a chunked body so far needs for a next chunk to be understood; None where nothing helps.
         """
         assert self._head is not None, "only an answer that began can be cut"
         framing = self._head.framing
@@ -126,7 +125,7 @@ class Answer:
         event = error_event(error.body(), mid_event=not ends_event(self._last_payload))
         if self._dechunked or framing is Framing.UNTIL_CLOSE:
             self._client.write(event)
-        elif (filling := upstream.filling()) is not None:
+        elif filling is not None:
             self._client.write(filling + chunk(event) + LAST_CHUNK)
         else:
             self._client.reset()

@@ -5,7 +5,8 @@ take the answer's bytes from the worker's connection to the client's.
 
 The head of an answer is held until the first byte of its body: engines send it before they begin to prefill, and until
 a byte has reached the client the request can still go to another worker. After that byte there is no second answer: a
-stream whose worker dies ends with one error event, anything else with a connection that is reset.
+stream whose worker dies ends with one error event (or goes on elsewhere, where ``resume.py`` is switched on), anything
+else with a connection that is reset.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gateway.observe.record import Outcome, RequestRecord
 from gateway.relay import answer
 from gateway.relay.answer import Answer
 from gateway.relay.head import RequestHead, ResponseHead
+from gateway.relay.resume import Resumption, resumption
 from gateway.relay.retry import (
     REFUSED_STATUSES,
     RETRYABLE_STATUSES,
@@ -68,6 +70,7 @@ class Exchange:
 
     __slots__ = (
         "_answered",
+        "_begun",
         "_client",
         "_collected",
         "_ending",
@@ -78,6 +81,7 @@ class Exchange:
         "_refusal",
         "_repeatable",
         "_response",
+        "_resumption",
         "_route",
         "_sent_at",
         "_services",
@@ -110,6 +114,8 @@ class Exchange:
         self._outcome: asyncio.Future[Failure | None] | None = None
         self._response: ResponseHead | None = None
         self._collected: bytes | None = None  # body so far of an error answer that another worker may better
+        self._begun = False  # bytes of its answer have been sent
+        self._resumption: Resumption | None = None  # where it is switched on for this request
         self._held: tuple[ResponseHead, bytes, str] | None = None  # the last such answer, whole, and its worker
         self._sent_at = 0.0
         self._moved_at = 0.0
@@ -148,6 +154,8 @@ class Exchange:
         if plan.request is not None:
             self._record.request = plan.request
             self._record.prompt_tokens = plan.request.prompt_tokens
+            if plan.streamed:
+                self._resumption = resumption(self._services, self, plan, self.head.path, self.body)
         if plan.body is not None:
             self.body = plan.body
 
@@ -168,6 +176,10 @@ class Exchange:
             if failure.kind.blames_worker:
                 services.health.failed(worker, failure.kind)
             tried.append(worker)
+            if self._begun and self._resumption is not None:
+                self.body, plan = await self._resumption.continuation()
+                tried, self._held = [worker], None
+                continue
             delay_s = self._retry_delay_s(plan, tried, failure)
             if delay_s is None:
                 break
@@ -183,7 +195,8 @@ class Exchange:
 
     def _take(self, route: Route) -> None:
         record = self._record
-        record.routed_at = monotonic()
+        if not self.answer.started:
+            record.routed_at = monotonic()
         record.attempts += 1
         record.worker = route.worker.name
         record.reason = route.reason
@@ -201,6 +214,7 @@ class Exchange:
     async def _attempt(self) -> Failure | None:
         """Send the request to its worker and see the answer through; None where the client has got one."""
         assert self._route is not None
+        self._begun = False
         head = self.head
         pool = self._services.upstream.of(self._route.worker)
         # A request that must not run twice never meets the keep-alive race: it gets a connection of its own.
@@ -216,7 +230,7 @@ class Exchange:
             self._outcome = asyncio.get_running_loop().create_future()
             self._sent_at = monotonic()
             raw_head = head.for_worker(pool.host, len(self.body))
-            upstream.send(self, raw_head, self.body, head.method == b"HEAD")
+            upstream.send(self._resumption or self, raw_head, self.body, head.method == b"HEAD")
             failure = await self._outcome
             if failure is None or failure.kind is not FailureKind.STALE:
                 return failure
@@ -241,7 +255,8 @@ class Exchange:
     def on_upstream_head(self, head: ResponseHead) -> None:
         """The worker's response head: nothing is sent yet."""
         self._response = head
-        self.answer.announce(head)
+        if not self.answer.started:
+            self.answer.announce(head)
         if self._repeatable and head.status in RETRYABLE_STATUSES:
             self._collected = b""
 
@@ -251,7 +266,7 @@ class Exchange:
 
     def on_upstream_data(self, data: bytes) -> None:
         """Bytes of the body."""
-        if self.answer.started:
+        if self._begun:
             self.answer.pass_on(data)
         elif self._collected is None:
             self._begin(data)
@@ -272,7 +287,7 @@ class Exchange:
             kind = FailureKind.REFUSED if response.status in REFUSED_STATUSES else FailureKind.BROKEN
             self._resolve(Failure(kind, f"answered {response.status}", response.retry_after_s))
             return
-        if not self.answer.started:
+        if not self._begun:
             self._begin(b"")
         assert self._route is not None
         if response.status < 500:
@@ -284,24 +299,30 @@ class Exchange:
     def on_upstream_lost(self, failure: Failure) -> None:
         """The response ended before it was complete."""
         self._collected = None
-        if self.answer.started:
+        if self._begun:
             self._cut(failure)
         else:
             self._upstream = None
             self._resolve(failure)
 
     def _begin(self, data: bytes) -> None:
-        """Send head and first bytes: from here on the client has its answer."""
+        """Send head and first bytes: from here on the client has its answer, or the next part of it."""
         response, record = self._response, self._record
         assert response is not None
         now = monotonic()
-        record.first_byte_at = self._moved_at = now
-        record.status = response.status
-        record.stream = record.stream or response.is_event_stream
+        self._begun = True
+        self._moved_at = now
         if self._route is not None:
             self._route.answered(response.status, now)
         self.body = b""  # nobody needs it any more, and streams live long
-        self.answer.begin(self._added_headers(), data)
+        if self.answer.started:
+            record.resumptions += 1
+            self.answer.pass_on(data)
+        else:
+            record.first_byte_at = now
+            record.status = response.status
+            record.stream = record.stream or response.is_event_stream
+            self.answer.begin(self._added_headers(), data)
         if self._client.write_paused:
             self.pause()
 
@@ -329,9 +350,9 @@ class Exchange:
             self._interrupt(UpstreamTimeout(f"The request took longer than {timeouts.total_s:g} s (timeouts.total_s)."))
         elif self._upstream is None:
             return
-        elif not self.answer.started:
+        elif not self._begun:
             if timeouts.header_s and now - self._sent_at >= timeouts.header_s:
-                self._expire(Failure(FailureKind.TIMEOUT, f"sent no byte within {timeouts.header_s:g} s"))
+                self.abandon(Failure(FailureKind.TIMEOUT, f"sent no byte within {timeouts.header_s:g} s"))
         elif self.answer.moved or self._client.write_paused:
             self.answer.moved = False
             self._moved_at = now
@@ -363,14 +384,18 @@ class Exchange:
         shutdown = NoWorker("The gateway is shutting down; send the request again.", retry_after_s=1)
         self._fail(self._ending if isinstance(self._ending, GatewayError) else shutdown)
 
-    def _expire(self, failure: Failure) -> None:
+    def abandon(self, failure: Failure) -> None:
+        """Give up the attempt under way."""
         self._drop_upstream()
         self._collected = None
         self._resolve(failure)
 
     def _cut(self, failure: Failure) -> None:
-        """End an answer that its worker will not end."""
+        """End an answer that its worker will not end, or have its rest from another."""
         assert self._route is not None
+        if self._resumption is not None and self._resumption.accepts(self._route.worker, failure):
+            self.abandon(failure)
+            return
         self._services.health.failed(self._route.worker, failure.kind)
         self._fail(UpstreamError(f"Worker {self._route.worker.name} {failure.detail} after its answer had begun."))
         self._resolve(None)
@@ -381,12 +406,20 @@ class Exchange:
         if not self.answer.started:
             self.answer.refuse(error)
             record.outcome = Outcome.UPSTREAM_FAILED if isinstance(error, UpstreamError) else Outcome.REJECTED
-        elif self._upstream is not None:
-            self.answer.cut(error, self._upstream)
+        elif not self._answered:
+            self.answer.cut(error, self._filling())
             record.outcome = Outcome.CUT
+            if self._resumption is not None:
+                self._resumption.failed()
         self._drop_upstream()
         record.status = self.answer.status
         record.reason = error.code or error.type
+
+    def _filling(self) -> bytes | None:
+        """Return what must follow a cut body for a next chunk to be understood, see ``Upstream.filling``."""
+        if self._upstream is None or (self._resumption is not None and self._resumption.reframes):
+            return b""  # the client has whole chunks only
+        return self._upstream.filling()
 
     def _drop_upstream(self) -> None:
         if self._upstream is not None:
@@ -407,6 +440,7 @@ class Exchange:
             record.output_tokens = usage.output_tokens
         if self._route is not None:
             self._leave()
+        self._resumption = None  # it refers to this exchange
         try:
             self._services.observer.finish(record)
         finally:

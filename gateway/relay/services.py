@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Final
 
-from gateway.config import AnswerTimeouts, Config
+from gateway.config import AnswerTimeouts, Config, ResumptionConfig
 from gateway.fleet.health import Health
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.registry import Registry, Worker
@@ -64,6 +64,11 @@ class Services:
         """Return a model's own timeouts, else those for all."""
         settings = self.config.models.get(model) or self.config.models.get("*")
         return (settings and settings.timeouts) or self.config.timeouts
+
+    def resumption_for(self, model: str) -> ResumptionConfig:
+        """Return a model's own settings of stream resumption, else those for all."""
+        settings = self.config.models.get(model) or self.config.models.get("*")
+        return (settings and settings.resumption) or self.config.resumption
 
     def _on_change(self, worker: Worker, joined: bool) -> None:
         if not joined:

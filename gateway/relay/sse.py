@@ -15,6 +15,7 @@ _COUNT: Final = re.compile(
     rb'"(?:(prompt_tokens|input_tokens)|(completion_tokens|output_tokens)|(cached_tokens|cache_read_input_tokens))"'
     rb"\s*:\s*(\d{1,12})\b"
 )
+_EVENT_END: Final = re.compile(rb"\r?\n\r?\n")
 _EVENT_ENDS: Final = (b"\n\n", b"\r\n\r\n")
 _MAX_VALUE_BYTES: Final = 4096
 
@@ -70,6 +71,19 @@ def error_event(error: bytes, mid_event: bool) -> bytes:
         mid_event: the stream was cut inside an event, which is closed first.
     """
     return b"%bdata: %b\n\n" % (b"\n\n" if mid_event else b"", error)
+
+
+def data_of(event: bytes) -> bytes:
+    """Return the data of one event, whose end is left out."""
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return event[6:]
+    return b"\n".join([line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")])
+
+
+def split_events(payload: bytes) -> tuple[list[bytes], bytes]:
+    """Return the whole events that a piece of a stream begins with, without their ends, and the rest."""
+    *events, rest = _EVENT_END.split(payload)
+    return events, rest
 
 
 def ends_event(payload: bytes) -> bool:
