@@ -20,6 +20,7 @@ from gateway.fleet.registry import Registry, Worker
 from gateway.index.approximate import ApproximateCache
 from gateway.index.memory import MemoryIndex
 from gateway.index.redis import RedisIndex
+from gateway.observe.drift import DriftWatch
 from gateway.observe.fleet import export_fleet
 from gateway.observe.knowledge import export_knowledge
 from gateway.observe.observer import Observer
@@ -62,7 +63,13 @@ class Gateway:
         else:
             self.index = MemoryIndex(config.index)
             self.approximate = ApproximateCache(self.index)
-            self.feeds = EventFeeds(self.registry, self.index, self.hasher, on_taken=self.approximate.forget)
+            self.feeds = EventFeeds(
+                self.registry,
+                self.index,
+                self.hasher,
+                on_taken=self.approximate.forget,
+                refills=config.index.refill_share > 0,
+            )
         self.observer = Observer(self.registry, config.log)
         if self.sharing is not None:
             self.sharing.expose(self.observer)
@@ -70,7 +77,8 @@ class Gateway:
         self.models = ModelCards(self.registry)
         self.scraper = Scraper(self.registry, config.metrics, on_restart=self._restarted)
         export_fleet(self.observer, self.registry, self.ledger, self.health, self.scraper)
-        export_knowledge(self.observer, self.feeds, self.index)
+        self.drift = DriftWatch(config, self.registry, self.feeds, self.observer.accuracy)
+        export_knowledge(self.observer, self.feeds, self.index, self.drift)
         export_prompts(self.observer, self.prompts.checks)
         self.recorder = Recorder(config.recorder, config.prompt.chunk_tokens) if config.recorder.directory else None
         if self.recorder is not None:
@@ -121,7 +129,7 @@ class Gateway:
         """
         self._public.bind()
         self._admin.bind()
-        for part in (self.sharing, self.feeds, self.health, self.models, self.scraper, self.recorder):
+        for part in (self.sharing, self.feeds, self.health, self.models, self.scraper, self.drift, self.recorder):
             if part is not None:
                 await part.start()
         for entry in self.config.workers:
@@ -152,7 +160,7 @@ class Gateway:
             await asyncio.wait(self._serving)
         upstream = self.services.upstream
         known = (self.sharing, self.feeds, upstream, self.prompts, self.index)
-        parts = (self.scraper, self.models, self.health, *known, self.recorder)
+        parts = (self.drift, self.scraper, self.models, self.health, *known, self.recorder)
         for part in parts:
             if part is not None:
                 await part.close()

@@ -6,16 +6,17 @@ the queue's head. Everything that changes what the cache holds is recorded as an
 
 Follows ``vllm/v1/core/block_pool.py`` of vLLM 0.32: one block is reserved, a request's blocks are freed tail first,
 blocks that were never cached are used again before any other, and equal blocks computed side by side are both kept.
+Which cached block goes first is the free queue's business; other rules than vLLM's are in ``sim.eviction``.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from policies.base import Tier
 from policies.chunks import ChunkHasher
@@ -94,6 +95,70 @@ class Hit:
 _NO_HIT: Final = Hit()
 
 
+class FreeQueue(Protocol):
+    """The blocks that no request uses, in the order in which they are to be taken.
+
+    Attributes:
+        now: simulated time, kept up to date by whoever has a clock; rules that look at ages need it.
+    """
+
+    now: float
+
+    def __len__(self) -> int: ...
+
+    def cached(self, blocks: Sequence[int], first: int) -> None:
+        """Blocks became known by their hashes; they are number ``first`` and following of their sequence."""
+
+    def empty(self, block: int) -> None:
+        """A block that holds nothing is free."""
+
+    def idle(self, blocks: Sequence[int], pin_until: float) -> None:
+        """Cached blocks of one sequence, tail first, are used no more; spare them until ``pin_until`` if possible."""
+
+    def reuse(self, block: int) -> None:
+        """A cached block is in use again."""
+
+    def take(self, count: int) -> list[int]:
+        """Take the first ``count`` blocks; there are that many."""
+        ...
+
+
+class LruQueue:
+    """Least recently used first, as vLLM.
+
+    Args:
+        blocks: all of them, holding nothing yet.
+    """
+
+    def __init__(self, blocks: Iterable[int]) -> None:
+        self.now = 0.0
+        self._blocks: OrderedDict[int, None] = OrderedDict.fromkeys(blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def cached(self, blocks: Sequence[int], first: int) -> None:
+        """Nothing to do: only the order of use counts."""
+
+    def empty(self, block: int) -> None:
+        """Take this block before any other."""
+        self._blocks[block] = None
+        self._blocks.move_to_end(block, last=False)
+
+    def idle(self, blocks: Sequence[int], pin_until: float) -> None:
+        """Take these after all others; pins are not known here."""
+        self._blocks.update(dict.fromkeys(blocks))
+
+    def reuse(self, block: int) -> None:
+        """Leave this one alone."""
+        del self._blocks[block]
+
+    def take(self, count: int) -> list[int]:
+        """Take the blocks that were used the longest time ago."""
+        pop = self._blocks.popitem
+        return [pop(last=False)[0] for _ in range(count)]
+
+
 class HostTier:
     """Blocks copied to host memory, least recently used first out.
 
@@ -144,9 +209,10 @@ class BlockCache:
         num_blocks: blocks in HBM, the reserved one included.
         block_size: tokens per block.
         host_blocks: capacity of the host tier. Blocks are copied there as they are cached in HBM.
+        free: an order of eviction other than least recently used; it holds blocks 1 to ``num_blocks - 1``.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0, free: FreeQueue | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a cache needs at least 2 blocks (one is reserved), not {num_blocks}")
         self.num_blocks = num_blocks
@@ -155,18 +221,18 @@ class BlockCache:
         self._users = [0] * num_blocks
         self._hash_of: list[int | None] = [None] * num_blocks
         self._blocks_of: dict[int, list[int]] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.free: FreeQueue = free or LruQueue(range(1, num_blocks))
         self._events: list[CacheEvent] = []
 
     @property
     def free_blocks(self) -> int:
         """Blocks that no request uses, cached ones included."""
-        return len(self._free)
+        return len(self.free)
 
     @property
     def usage(self) -> float:
         """Share of the blocks that requests use, 0 to 1."""
-        return 1 - len(self._free) / (self.num_blocks - 1)
+        return 1 - len(self.free) / (self.num_blocks - 1)
 
     def __contains__(self, block_hash: int) -> bool:
         return block_hash in self._blocks_of
@@ -189,7 +255,7 @@ class BlockCache:
     def fits(self, hit: Hit, new: int) -> bool:
         """Return whether the blocks of ``hit`` and ``new`` others can be in use together with all that are now."""
         idle = sum(1 for block in hit.blocks if not self._users[block])
-        return idle + new <= len(self._free)
+        return idle + new <= len(self.free)
 
     def allocate(self, new: int, hit: Hit = _NO_HIT) -> list[int]:
         """Use the blocks of ``hit`` and ``new`` others, taken from the head of the free queue.
@@ -201,12 +267,12 @@ class BlockCache:
             ValueError: they do not fit; nothing has changed.
         """
         if not self.fits(hit, new):
-            raise ValueError(f"{new} new blocks do not fit: {len(self._free)} are free")
+            raise ValueError(f"{new} new blocks do not fit: {len(self.free)} are free")
         for block in hit.blocks:
             if not self._users[block]:
-                del self._free[block]
+                self.free.reuse(block)
             self._users[block] += 1
-        return [*hit.blocks, *(self._take() for _ in range(new))]
+        return [*hit.blocks, *self._take(new)]
 
     def commit(self, chain: BlockChain, blocks: Sequence[int], first: int, last: int) -> None:
         """Make blocks ``first`` to ``last`` (exclusive) of a sequence known by their hashes; they are full now.
@@ -221,6 +287,7 @@ class BlockCache:
         for block, block_hash in zip(blocks[first:last], hashes, strict=True):
             self._hash_of[block] = block_hash
             self._blocks_of.setdefault(block_hash, []).append(block)
+        self.free.cached(blocks[first:last], first)
         self._events.append(self._stored(chain, first, last, Tier.HBM))
         if self.host.capacity:
             evicted, new = self.host.store(hashes)
@@ -229,27 +296,35 @@ class BlockCache:
                 self._events.append(self._stored(chain, first + start, first + end, Tier.HOST))
 
     def report(self, chain: BlockChain, last: int) -> None:
-        """Announce again the first ``last`` blocks of a sequence, which are held in HBM; nothing is held twice by it."""
+        """Announce again the first ``last`` blocks of a sequence, which are in HBM; nothing is held twice by it."""
         self._events.append(self._stored(chain, 0, last, Tier.HBM))
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Stop using the blocks of a request: cached ones join the queue tail first, others go to its head."""
+    def release(self, blocks: Sequence[int], pin_until: float = 0.0) -> None:
+        """Stop using the blocks of a request: cached ones join the queue tail first, others go to its head.
+
+        Args:
+            blocks: all of them, in order.
+            pin_until: until when the cached ones had better stay, for queues that know of pins.
+        """
+        users, hash_of = self._users, self._hash_of
+        idle: list[int] = []
+        empty: list[int] = []
         for block in reversed(blocks):
-            self._users[block] -= 1
-            if not self._users[block]:
-                self._free[block] = None
-        for block in blocks:
-            if self._hash_of[block] is None:
-                self._free.move_to_end(block, last=False)
+            users[block] -= 1
+            if not users[block]:
+                (empty if hash_of[block] is None else idle).append(block)
+        self.free.idle(idle, pin_until)
+        for block in reversed(empty):
+            self.free.empty(block)
         if self.host.capacity:
-            self.host.touch([block_hash for block in blocks if (block_hash := self._hash_of[block]) is not None])
+            self.host.touch([block_hash for block in blocks if (block_hash := hash_of[block]) is not None])
 
     def reset(self) -> bool:
         """Forget everything in all tiers; refused (False) while any block is in use.
 
         The event has no tier, so what it announces holds for all of them.
         """
-        if len(self._free) != self.num_blocks - 1:
+        if len(self.free) != self.num_blocks - 1:
             return False
         self._blocks_of.clear()
         self._hash_of = [None] * self.num_blocks
@@ -262,18 +337,19 @@ class BlockCache:
         events, self._events = self._events, []
         return events
 
-    def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
-            self._hash_of[block] = None
-            same = self._blocks_of[block_hash]
-            same.remove(block)
-            if not same:
-                del self._blocks_of[block_hash]
-            self._events.append(BlockRemoved(block_hash, Tier.HBM))
-        self._users[block] = 1
-        return block
+    def _take(self, count: int) -> list[int]:
+        taken = self.free.take(count)
+        for block in taken:
+            block_hash = self._hash_of[block]
+            if block_hash is not None:
+                self._hash_of[block] = None
+                same = self._blocks_of[block_hash]
+                same.remove(block)
+                if not same:
+                    del self._blocks_of[block_hash]
+                self._events.append(BlockRemoved(block_hash, Tier.HBM))
+            self._users[block] = 1
+        return taken
 
     def _stored(self, chain: BlockChain, first: int, last: int, tier: Tier) -> BlocksStored:
         return BlocksStored(

@@ -9,6 +9,8 @@ What counts as held:
 
 * A tier holds a block as long as the engine has announced it there more often than it has removed it. vLLM stores and
   removes every copy of a block separately, and offloading announces a block once per offloaded chunk that contains it.
+  But while engines are asked to report the blocks that they reuse, another announcement in HBM need not be another
+  copy: then a block is held or not, and its first removal ends that.
 * A tier holds a chunk if it holds every block of it. A chunk whose blocks are spread over tiers can be used once the
   slowest of them has been brought up, so the slowest tier that is needed counts as holding it too.
 * A reset empties every tier: the event names none, and too little is the safe side.
@@ -59,12 +61,16 @@ class Assembler:
         model: the worker's base model.
         max_blocks: more blocks than this are not kept; the oldest branches go first.
         max_orphans: the same for blocks whose parent has not been announced.
+
+    Attributes:
+        counts_copies: whether to count what is announced in HBM more than once; not while reports are asked for.
     """
 
     def __init__(
         self, hasher: ChunkHasher, model: str, max_blocks: int = MAX_BLOCKS, max_orphans: int = MAX_ORPHANS
     ) -> None:
         self.model = model
+        self.counts_copies = True
         self._hasher = hasher
         self._max_blocks = max_blocks
         self._max_orphans = max_orphans
@@ -173,6 +179,8 @@ class Assembler:
 
     def _hold(self, key: Hash, block: Block, tier: Tier) -> None:
         if block.tiers >> tier & 1:
+            if tier is Tier.HBM and not self.counts_copies:
+                return
             self._copies[key, tier] = self._copies.get((key, tier), 0) + 1
         else:
             self._change(block, block.tiers | 1 << tier)

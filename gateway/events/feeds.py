@@ -26,6 +26,10 @@ log = logging.getLogger("kvway.events")
 _MAX_SOCKETS: Final = 16_384
 _MODEL_CHECK_S: Final = 0.5  # how often a worker's base model is compared with the one its chunks are hashed under
 _RETRY_S: Final = 1.0
+REFILL_S: Final = 120.0
+"""How long after a start with a possibly incomplete replay requests may ask for reports."""
+
+_LATE_REPORTS_S: Final = 60.0  # a report comes when its request leaves the engine's queue
 _AGE_S: Final = 1800.0  # what a tier stores and never removes is believed for once to twice this long
 
 
@@ -40,6 +44,7 @@ class _Shared:
     silence_s: float
     on_slot: Callable[[], None] | None
     on_taken: Callable[[int], None] | None
+    refills: bool
 
 
 class EventFeeds:
@@ -53,6 +58,7 @@ class EventFeeds:
         follow_all: follow every worker; otherwise those that ``follow`` names, while other replicas follow the rest.
         on_slot: called when a followed worker has another slot.
         on_taken: called with every slot that is taken, before anything is in it.
+        refills: after a start or a loss, let requests ask the engine for what it holds (``Worker.refill_until``).
     """
 
     def __init__(
@@ -65,10 +71,11 @@ class EventFeeds:
         follow_all: bool = True,
         on_slot: Callable[[], None] | None = None,
         on_taken: Callable[[int], None] | None = None,
+        refills: bool = False,
     ) -> None:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._shared = _Shared(registry, index, hasher, context, silence_s, on_slot, on_taken)
+        self._shared = _Shared(registry, index, hasher, context, silence_s, on_slot, on_taken, refills)
         self._follow_all = follow_all
         self._feeds: dict[Worker, _Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -105,6 +112,15 @@ class EventFeeds:
         """A worker's process is another one: give it a new slot. Restarts that its events show need no such call."""
         if (feed := self._feeds.get(worker)) is not None:
             feed.begin_anew()
+
+    def resync(self, worker: Worker) -> bool:
+        """Predictions for a worker do not come true: build its residency anew. False if it is not followed here."""
+        feed = self._feeds.get(worker)
+        if feed is None:
+            return False
+        feed.stats.resyncs += 1
+        feed.begin_anew()
+        return True
 
     def follow(self, worker: Worker) -> None:
         """Follow a worker, unless that is done already.
@@ -150,6 +166,8 @@ class _Feed:
         self._silence_s = shared.silence_s
         self._on_slot = shared.on_slot
         self._on_taken = shared.on_taken
+        self._refills = shared.refills
+        self._reports_until = 0.0
         self._assembler: Assembler | None = None
         self._age_at = time.monotonic() + _AGE_S
         self._anew = asyncio.Event()
@@ -185,6 +203,7 @@ class _Feed:
     async def take(self, payloads: list[bytes]) -> None:
         """Take in batches that follow on those before."""
         assembler = self._current()
+        assembler.counts_copies = time.monotonic() >= self._reports_until
         for payload in payloads:
             assembler.apply(self._decode(payload))
         if time.monotonic() > self._age_at:
@@ -198,6 +217,7 @@ class _Feed:
         log.warning("KV events were lost; the worker's residency is built anew", extra={"worker": self._worker.name})
         self._assembler = Assembler(self._hasher, self._current().model)
         await self._index.clear(self.slot)
+        self._ask_for_reports()
 
     async def restarted(self) -> None:
         """The engine is another process: its residency begins in a new slot."""
@@ -235,6 +255,7 @@ class _Feed:
             await asyncio.sleep(_MODEL_CHECK_S)
         while True:
             self._assembler = Assembler(self._hasher, model)
+            self._ask_for_reports()
             try:
                 await Subscriber(config, self, self.stats, self._context, self._silence_s).run()
             except zmq.ZMQError as error:
@@ -249,6 +270,12 @@ class _Feed:
                 log.exception("KV events could not be taken in", extra={"worker": self._worker.name})
             await asyncio.sleep(_RETRY_S)
             await self._index.clear(self.slot)
+
+    def _ask_for_reports(self) -> None:
+        """What the engine's buffer no longer has can only be learned from requests that reuse it."""
+        if self._refills:
+            self._worker.refill_until = time.monotonic() + REFILL_S
+            self._reports_until = self._worker.refill_until + _LATE_REPORTS_S
 
     def _current(self) -> Assembler:
         assert self._assembler is not None, "the subscriber runs only where there is an assembler"

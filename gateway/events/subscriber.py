@@ -56,6 +56,7 @@ class FeedStats:
         gaps: times that batches were missing.
         lost: times that they stayed missing, so that the worker's residency was built anew.
         restarts: times that another engine process was noticed.
+        resyncs: times that residency was built anew because predictions did not come true.
         lag_s: seconds between the engine's publishing of the last batch and its taking in here.
     """
 
@@ -68,6 +69,7 @@ class FeedStats:
     gaps: int = 0
     lost: int = 0
     restarts: int = 0
+    resyncs: int = 0
     lag_s: float = 0.0
 
 

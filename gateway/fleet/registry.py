@@ -40,7 +40,8 @@ class Worker:
     """One engine instance with an endpoint.
 
     ``models`` are the names it answers to: base models map to themselves, LoRA adapters to their base model. ``slot``
-    is the position of its present incarnation in the index, ``row`` its column in the registry's state matrix.
+    is the position of its present incarnation in the index, ``row`` its column in the registry's state matrix. Until
+    ``refill_until`` (monotonic seconds) its residency may be incomplete: some requests ask for a report of it.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Worker:
     slot: int = NO_SLOT
     row: int = -1
     block_size: int = 0
+    refill_until: float = 0.0
     model_cards: list[dict[str, object]] = field(default_factory=list)
 
     @classmethod
@@ -63,6 +65,11 @@ class Worker:
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
         models = {name: name for name in config.models}
         return cls(config.label, config, host, port, tls, models)
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether its engine says that it is a vLLM."""
+        return any(card.get("owned_by") == "vllm" for card in self.model_cards)
 
     def initial_state(self) -> Floats:
         """Return the worker's column of the state matrix as it joins: what its configuration says, zero elsewhere."""

@@ -11,6 +11,7 @@ from gateway.events.subscriber import FeedStats
 from gateway.index.memory import MemoryIndex
 from gateway.index.publisher import Counters
 from gateway.index.redis import RedisIndex
+from gateway.observe.drift import DriftWatch
 from gateway.observe.exposition import Values
 from gateway.observe.observer import Observer
 
@@ -24,6 +25,7 @@ _FEED_COUNTERS: Final = {
     "gaps": "Times that batches were missing.",
     "lost": "Times that they stayed missing, so that a worker's residency was built anew.",
     "restarts": "Engine restarts noticed by their events.",
+    "resyncs": "Times that a worker's residency was built anew because predictions did not come true.",
 }
 _REDIS_COUNTERS: Final = {
     "errors": "Redis commands that failed.",
@@ -35,8 +37,8 @@ _REDIS_COUNTERS: Final = {
 }
 
 
-def export_knowledge(observer: Observer, feeds: EventFeeds, index: MemoryIndex | RedisIndex) -> None:
-    """Expose the counters of the event feeds and of the index."""
+def export_knowledge(observer: Observer, feeds: EventFeeds, index: MemoryIndex | RedisIndex, drift: DriftWatch) -> None:
+    """Expose the counters of the event feeds and of the index, and how far predictions are off."""
 
     def feed(name: str) -> Callable[[], Values]:
         return lambda: {worker: float(getattr(stats, name)) for worker, stats in feeds.stats.items()}
@@ -47,6 +49,12 @@ def export_knowledge(observer: Observer, feeds: EventFeeds, index: MemoryIndex |
         "kvway_kv_lag_seconds",
         "From an engine's publishing to the taking in of its last batch.",
         feed("lag_s"),
+        ("worker",),
+    )
+    observer.gauge(
+        "kvway_drift_ratio",
+        "Share by which predicted and reported cached tokens differed when last judged, 0 to 1.",
+        lambda: drift.drifts,
         ("worker",),
     )
     observer.gauge("kvway_index_chunks", "Chunks in this process's index.", lambda: len(index))

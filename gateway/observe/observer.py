@@ -11,6 +11,7 @@ from typing import BinaryIO, Final
 from gateway import __version__
 from gateway.config import LogConfig
 from gateway.fleet.registry import Registry, Worker
+from gateway.observe.drift import Accuracy
 from gateway.observe.exposition import Exposition, Histogram, Values, family, label_text
 from gateway.observe.logs import RequestLog
 from gateway.observe.record import RequestRecord
@@ -138,6 +139,14 @@ class Observer:
             self._log.write(record)
         if self.on_finish is not None:
             self.on_finish(record)
+
+    def accuracy(self) -> dict[str, Accuracy]:
+        """Return how predictions compared with reports since the start, by worker."""
+        sums: dict[str, Accuracy] = {}
+        for (_, worker), each in self._series.items():
+            counts = (each.checked, each.cached_tokens, each.overpredicted, each.underpredicted)
+            sums[worker] = Accuracy(*map(sum, zip(sums.get(worker, Accuracy()), counts, strict=True)))
+        return sums
 
     def retried(self, worker: str, kind: str) -> None:
         """Count an attempt that failed on ``worker`` and is made elsewhere; ``kind`` as in ``Health.failed``."""

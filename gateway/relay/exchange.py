@@ -24,6 +24,7 @@ from gateway.relay import answer
 from gateway.relay.answer import Answer
 from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.resume import Resumption, resumption
+from gateway.relay.report import asking_for_report
 from gateway.relay.retry import (
     REFUSED_STATUSES,
     RETRYABLE_STATUSES,
@@ -229,8 +230,9 @@ class Exchange:
             self._upstream = upstream
             self._outcome = asyncio.get_running_loop().create_future()
             self._sent_at = monotonic()
-            raw_head = head.for_worker(pool.host, len(self.body))
-            upstream.send(self._resumption or self, raw_head, self.body, head.method == b"HEAD")
+            body = asking_for_report(self.body) if self._route.asks_report else self.body
+            raw_head = head.for_worker(pool.host, len(body))
+            upstream.send(self._resumption or self, raw_head, body, head.method == b"HEAD")
             failure = await self._outcome
             if failure is None or failure.kind is not FailureKind.STALE:
                 return failure

@@ -355,3 +355,30 @@ def test_a_long_chain_can_be_forgotten(worker):
     assert len(worker.assembler) == n
     worker.see(removed([n - 1]))
     assert len(worker.assembler) == 0
+
+
+def test_what_is_reported_again_is_no_second_copy_while_reports_are_asked_for(worker):
+    worker.assembler.counts_copies = False
+    worker.see(whole_prompt())
+    worker.see(whole_prompt())
+    worker.see(removed([4]))
+    assert worker.run(PROMPT) == 1
+
+
+def test_copies_that_were_counted_before_reports_were_asked_for_still_count(worker):
+    worker.see(whole_prompt())
+    worker.see(whole_prompt())
+    worker.assembler.counts_copies = False
+    worker.see(whole_prompt())
+    worker.see(removed([4]))
+    assert worker.run(PROMPT) == 2
+    worker.see(removed([4]))
+    assert worker.run(PROMPT) == 1
+
+
+def test_offloaded_chunks_are_counted_all_the_same(worker):
+    worker.assembler.counts_copies = False
+    worker.see(whole_prompt(medium="CPU"))
+    worker.see(whole_prompt(medium="CPU"))
+    worker.see(removed([4], medium="CPU"))
+    assert worker.run(PROMPT) == 2
