@@ -16,11 +16,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 import sim
 from gateway.config import Config, WorkerConfig
 from gateway.fleet.registry import Candidates, Worker
-from gateway.prompt.chat import Chat, parse_tools
+from gateway.prompt.chat import Chat
 from gateway.prompt.conversation import outline
+from gateway.prompt.parsing import parse_request
 from gateway.prompt.pipeline import Prompt, PromptPipeline
-from gateway.prompt.request import ChatRequest, parse_request
+from gateway.prompt.request import ChatRequest
 from gateway.prompt.template import ChatTemplate
+from gateway.prompt.tools import parse_tools
 from policies.base import FleetView
 
 DATA = Path(__file__).parent / "data"
@@ -29,6 +31,8 @@ TINY = Path(sim.__file__).parent / "data" / "tiny-model"
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|endoftext|>"}
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 
 TEMPLATE_NAMES = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
 
@@ -38,6 +42,12 @@ def load_json(file: Path) -> Any:
 
 
 BODIES: dict[str, dict[str, Any]] = load_json(TEMPLATES / "bodies.json")
+
+
+@cache
+def api_bodies(api: str) -> dict[str, dict[str, Any]]:
+    """Return the bodies of another API, ``messages`` or ``responses``, by name."""
+    return dict(load_json(DATA / "apis" / "bodies.json")[api])
 
 
 @cache

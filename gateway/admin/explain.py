@@ -22,7 +22,7 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
 
     Args:
         services: the gateway's rooms.
-        path: ``/v1/chat/completions`` or ``/v1/completions``; empty: found from the body.
+        path: of the request, one of ``PROMPT_PATHS``; empty: found from the body, an OpenAI chat or completion.
         body: the request's body.
 
     Returns:

@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import msgspec
-
 from gateway.prompt.conversation import Outline, Shapes, Unreadable
 from gateway.prompt.request import ChatRequest
+from gateway.prompt.tools import Tools, decode_raw
 
 # Names that are no variables of a template but parameters of what calls it; engines refuse or misuse them.
 _RESERVED: Final = frozenset(
     "chat_template conversation max_length messages padding return_assistant_tokens_mask return_dict return_tensors "
     "tokenize tokenizer_kwargs tools truncation".split()
 )
-
-Tools = list[dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -47,7 +44,7 @@ class Chat:
         Args:
             request: the request.
             outlined: outline of its messages.
-            tools: its tools, from ``parse_tools``.
+            tools: its tools, from ``tools.parse_tools``.
 
         Raises:
             Unreadable: only the engine knows what it makes of this.
@@ -64,37 +61,6 @@ class Chat:
         )
 
 
-def parse_tools(raw: bytes) -> Tools | None:
-    """Return the tools as vLLM hands them to templates (``ChatCompletionToolsParam.model_dump``).
-
-    Args:
-        raw: JSON of the field ``tools``; empty when it is absent.
-
-    Raises:
-        Unreadable: an engine would refuse them.
-    """
-    tools = _decode(raw)
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not tools:
-        raise Unreadable("tools must be a list that is not empty")
-    return [_dump_tool(tool) for tool in tools]
-
-
-def _dump_tool(tool: Any) -> dict[str, Any]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type", "function") != "function":
-        raise Unreadable("a tool that is not a function")
-    if not isinstance(function.get("name"), str):
-        raise Unreadable("a tool without a name")
-    dumped = {key: function.get(key) for key in ("name", "description", "parameters")}
-    deferred = tool.get("defer_loading")
-    of_function = {"strict": function.get("strict"), "defer_loading": function.get("defer_loading", deferred)}
-    dumped.update((key, value) for key, value in of_function.items() if value is not None)
-    whole = {"type": "function", "function": dumped}
-    return whole if deferred is None else {**whole, "defer_loading": deferred}
-
-
 def template_variables(request: ChatRequest) -> dict[str, Any]:
     """Return the variables that a request hands to the template.
 
@@ -103,13 +69,13 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
     Raises:
         Unreadable: an engine would refuse them.
     """
-    given = _decode(bytes(request.chat_template_kwargs))
+    given = decode_raw(bytes(request.chat_template_kwargs))
     if given is None:
         given = {}
     if not isinstance(given, dict) or not _RESERVED.isdisjoint(given):
         raise Unreadable("chat_template_kwargs")
     variables = {key: value for key, value in given.items() if value is not None and value != "auto"}
-    documents = _decode(bytes(request.documents))
+    documents = decode_raw(bytes(request.documents))
     if documents is not None:
         variables["documents"] = documents
     effort = request.reasoning_effort
@@ -118,12 +84,3 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
         if "enable_thinking" not in given:
             variables["enable_thinking"] = effort != "none"
     return variables
-
-
-def _decode(raw: bytes) -> Any:
-    if not raw:
-        return None
-    try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Unreadable(str(error)) from None

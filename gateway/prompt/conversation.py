@@ -41,7 +41,8 @@ _PART_FIELDS: Final = frozenset(
     "audio_embeds audio_url closed data file image_embeds image_pil image_url input_audio name "
     "prompt_cache_breakpoint refusal text thinking type uuid video_embeds video_url".split()
 )
-_BILLING_HEADER: Final = "x-anthropic-billing-header"  # changes with every request; vLLM drops that line
+_CALL_FIELDS: Final = ("arguments", "name")
+BILLING_HEADER: Final = "x-anthropic-billing-header"  # changes with every request; vLLM drops that line
 
 
 class Unreadable(Exception):
@@ -56,7 +57,8 @@ class Shape(NamedTuple):
         parts: None: content is one text. Else per part whether it is text, and its other fields as JSON.
         reasoning: whether there is a reasoning text.
         tool_call_id: whether there is one.
-        calls: per tool call the unusual fields of its function and of itself, as JSON; None without tool calls.
+        calls: per tool call the fields of its function, and the unusual ones of itself, as JSON; None without tool
+            calls.
         others: remaining fields, as JSON.
     """
 
@@ -87,12 +89,13 @@ class Outline(NamedTuple):
     first_media: int | None
 
 
-def outline(messages: Sequence[Message], parts: bool) -> Outline:
+def outline(messages: Sequence[Message], parts: bool, name_first: bool = False) -> Outline:
     """Separate messages into shapes and leaves.
 
     Args:
         messages: of the request.
         parts: whether the template takes content as a list of parts, or as one text.
+        name_first: whether the functions of tool calls begin with their name, or with the arguments.
 
     Raises:
         Unreadable: the engine would refuse the messages, or treat them in a way not known here.
@@ -111,20 +114,20 @@ def outline(messages: Sequence[Message], parts: bool) -> Outline:
             and message.reasoning is None
             and message.reasoning_content is None
             and message.task is None
-            and (message.role != "system" or not content.startswith(_BILLING_HEADER))
+            and (message.role != "system" or not content.startswith(BILLING_HEADER))
             and message.role != "developer"
         ):
             shapes.append(message.role)
             leaves.append(content)
             continue
-        shape, has_media = _outline_one(message, parts, leaves)
+        shape, has_media = _outline_one(message, parts, name_first, leaves)
         shapes.append(shape)
         if has_media and first_media is None:
             first_media = index
     return Outline(shapes, leaves, first_media)
 
 
-def _outline_one(message: Message, parts: bool, leaves: list[str]) -> tuple[Shape, bool]:
+def _outline_one(message: Message, parts: bool, name_first: bool, leaves: list[str]) -> tuple[Shape, bool]:
     role = message.role
     content, has_media = _content(message)
     part_shapes: tuple[tuple[bool, bytes], ...] | None = None
@@ -142,7 +145,7 @@ def _outline_one(message: Message, parts: bool, leaves: list[str]) -> tuple[Shap
         reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
         if reasoning is not None:
             leaves.append(_text(reasoning))
-        calls = _outline_calls(message.tool_calls, leaves)
+        calls = _outline_calls(message.tool_calls, name_first, leaves)
     tool_call_id = message.tool_call_id if role == "tool" else None
     if tool_call_id is not None:
         leaves.append(_text(tool_call_id))
@@ -193,14 +196,14 @@ def _modality(part: dict[str, Any], kind: Any) -> str | None:
 def _without_billing_header(parts: list[_Part]) -> list[_Part]:
     kept: list[_Part] = []
     for text, others in parts:
-        if text is None or not text.startswith(_BILLING_HEADER):
+        if text is None or not text.startswith(BILLING_HEADER):
             kept.append((text, others))
         elif rest := text.partition("\n")[2]:
             kept.append((rest, others))
     return kept
 
 
-def _outline_calls(calls: Any, leaves: list[str]) -> tuple[tuple[bytes, bytes], ...] | None:
+def _outline_calls(calls: Any, name_first: bool, leaves: list[str]) -> tuple[tuple[bytes, bytes], ...] | None:
     if not calls:
         return None
     if not isinstance(calls, list):
@@ -211,7 +214,9 @@ def _outline_calls(calls: Any, leaves: list[str]) -> tuple[tuple[bytes, bytes], 
         if not isinstance(function, dict) or call.get("type") != "function":
             raise Unreadable("a tool call that is not a function call")
         leaves += [_text(call.get("id")), _text(function.get("arguments")), _text(function.get("name"))]
-        of_function = {key: value for key, value in function.items() if key not in ("arguments", "name")}
+        # the values of these two are leaves; their order is what matters
+        of_function = dict.fromkeys(reversed(_CALL_FIELDS) if name_first else _CALL_FIELDS)
+        of_function.update((key, value) for key, value in function.items() if key not in _CALL_FIELDS)
         of_call = {key: value for key, value in call.items() if key not in ("id", "function", "type")}
         shapes.append((msgspec.json.encode(of_function), msgspec.json.encode(of_call)))
     return tuple(shapes)
@@ -268,7 +273,7 @@ def _build_call(
     leaves: Iterator[Any], arguments: Callable[[Any], Any], of_function: bytes, of_call: bytes
 ) -> dict[str, Any]:
     call_id = next(leaves)
-    function = {"arguments": arguments(next(leaves)), "name": next(leaves), **msgspec.json.decode(of_function)}
+    function = {**msgspec.json.decode(of_function), "arguments": arguments(next(leaves)), "name": next(leaves)}
     return {"id": call_id, "function": function, "type": "function", **msgspec.json.decode(of_call)}
 
 

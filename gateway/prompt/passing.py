@@ -2,9 +2,9 @@
 
 Two forms of it are OpenAI requests to which the engine answers as ever:
 
-- a chat carries ``kv_transfer_params.prompt_token_ids``, which vLLM takes instead of what it would render of the
-  messages (``_reused_prompt_token_ids`` in vllm/renderers/online_renderer.py; there for the decode side of
-  disaggregated serving);
+- a chat, in any API, carries ``kv_transfer_params.prompt_token_ids``, which vLLM takes instead of what it would render
+  (``_reused_prompt_token_ids`` in vllm/renderers/online_renderer.py; there for the decode side of disaggregated
+  serving);
 - a completion has its ids as ``prompt``, which every engine accepts.
 """
 
@@ -35,7 +35,7 @@ def with_token_ids(body: bytes, ids: bytes) -> bytes | None:
     if not ids or _PARAMS in fields or bytes(fields.get("echo", b"false")) not in (b"false", b"null"):
         return None
     listed = msgspec.json.encode(unpack(ids))
-    if "messages" in fields:
+    if "messages" in fields or "input" in fields:
         fields[_PARAMS] = msgspec.Raw(b'{"prompt_token_ids":%b}' % listed)
     else:
         fields["prompt"] = msgspec.Raw(listed)

@@ -19,14 +19,16 @@ from gateway.prompt.chat import template_variables
 from gateway.prompt.conversation import Outline, Unreadable, outline
 from gateway.prompt.engine import EngineError, EngineTokenizer
 from gateway.prompt.model import Model, load_models
+from gateway.prompt.parsing import KnownMessages, parse_request
 from gateway.prompt.passing import with_token_ids
 from gateway.prompt.plan import Pieces
 from gateway.prompt.renderer import ChatRenderer
-from gateway.prompt.request import ChatRequest, CompletionRequest, InferenceRequest, KnownMessages, parse_request
+from gateway.prompt.request import ABSENT, ChatRequest, CompletionRequest, InferenceRequest, MessagesRequest
 from gateway.prompt.segments import Segment
 from gateway.prompt.selfcheck import SelfCheck
 from gateway.prompt.template import TemplateError
 from gateway.prompt.tokenizer import pack
+from gateway.prompt.tools import parse_tools
 from policies.chunks import TOKEN_BYTES, ChunkHasher
 
 log = logging.getLogger("kvway")
@@ -140,7 +142,9 @@ class PromptPipeline:
         model, engine = self._source(candidates)
         if model is None or model.renderer is None:
             return await self._chat_elsewhere(request, candidates, engine)
-        outlined = outline(request.messages, model.renderer.template_for(request).parts)
+        if isinstance(request, MessagesRequest):
+            model.renderer.settle(request)
+        outlined = outline(request.messages, model.renderer.template_for(request).parts, request.name_first)
         texts: Sequence[Pieces] | None = model.renderer.planned(request, outlined)
         root = self._root(request, candidates)
         if texts is None:
@@ -269,6 +273,8 @@ def _payload(request: InferenceRequest) -> dict[str, Any]:
         return {"model": request.model, "prompt": first, "add_special_tokens": request.add_special_tokens}
     if outline(request.messages, parts=False).first_media is not None:
         raise Unreadable("media")
+    if isinstance(request, MessagesRequest) and not request.settled:
+        raise Unreadable("what becomes of it depends on a template that is not known here")
     payload = {
         "model": request.model,
         "messages": request.messages,
@@ -277,4 +283,6 @@ def _payload(request: InferenceRequest) -> dict[str, Any]:
         "continue_final_message": request.continue_final_message,
         "add_special_tokens": request.add_special_tokens,
     }
-    return {**payload, "tools": request.tools} if bytes(request.tools) else payload
+    if request.tools is ABSENT:
+        return payload
+    return {**payload, "tools": parse_tools(bytes(request.tools), request.kind) or None}

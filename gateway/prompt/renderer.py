@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from threading import Lock
 from typing import Final
 
 import msgspec
 
+from gateway.prompt.anthropic import EFFORTS, wants_system_first, with_system_first
 from gateway.prompt.cache import ByteCache, Entry
-from gateway.prompt.chat import Chat, Tools, parse_tools
+from gateway.prompt.chat import Chat, template_variables
 from gateway.prompt.conversation import Outline, Shape, outline
 from gateway.prompt.plan import Leaves, Pieces, Plan, Recipe, whole
-from gateway.prompt.request import ABSENT, ChatRequest
+from gateway.prompt.request import ABSENT, ChatRequest, MessagesRequest
 from gateway.prompt.segments import Cutter
-from gateway.prompt.template import ChatTemplate
+from gateway.prompt.template import ChatTemplate, TemplateError
+from gateway.prompt.tools import Tools, parse_tools
 from gateway.prompt.tracing import PlanDrafter
 
 _PLANS_BYTES: Final = 16 * 2**20
@@ -26,7 +30,7 @@ _PLANS_PER_SHAPE: Final = 4
 _DRAFTS_PER_SHAPE: Final = 8
 _MESSAGES_PER_PLAN: Final = 512
 
-_Key = tuple[tuple[str | Shape, ...], bytes, bytes, bytes, str | None, bool]
+_Key = tuple[tuple[str | Shape, ...], bytes, bytes, bytes, str, str | None, bool]
 
 
 class _Plans(Entry):
@@ -47,9 +51,9 @@ class _Plans(Entry):
 class _KnownTools(Entry):
     __slots__ = ("tools",)
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes, kind: str) -> None:
         super().__init__(1_000 + 8 * len(raw))
-        self.tools = parse_tools(raw)
+        self.tools = parse_tools(raw, kind)
 
 
 class ChatRenderer:
@@ -69,11 +73,35 @@ class ChatRenderer:
         self._cutter = cutter
         self._executor = executor
         self._plans: ByteCache[_Key, _Plans] = ByteCache(_PLANS_BYTES)
-        self._tools: ByteCache[bytes, _KnownTools] = ByteCache(_TOOLS_BYTES)
+        self._tools: ByteCache[tuple[bytes, str], _KnownTools] = ByteCache(_TOOLS_BYTES)
 
     def template_for(self, request: ChatRequest) -> ChatTemplate:
         """Return the template that the engine would use."""
-        return self._templates[request.tools is not ABSENT and bytes(request.tools) != b"null"]
+        return self._templates[request.tools is not ABSENT]
+
+    def settle(self, request: MessagesRequest) -> None:
+        """Do to an Anthropic request what depends on the templates. Doing it again changes nothing."""
+        request.settled = True
+        if self._system_first:
+            request.messages = with_system_first(request.messages)
+        if request.thinking_disabled:
+            request.reasoning_effort = self._disabled_effort
+
+    @cached_property
+    def _system_first(self) -> bool:
+        return any(wants_system_first(template.source) for template in self._templates.values())
+
+    @cached_property
+    def _disabled_effort(self) -> str:
+        """The effort that stands for disabled thinking: ``none``, where templates take it for something of its own."""
+        none = self._probe("none")
+        return "low" if none is None or any(self._probe(effort) == none for effort in EFFORTS) else "none"
+
+    def _probe(self, effort: str) -> str | None:
+        request = ChatRequest(reasoning_effort=effort)
+        with suppress(TemplateError):
+            return self._templates[False].render(Chat(["user"], ["Hi"], variables=template_variables(request)))
+        return None
 
     def planned(self, request: ChatRequest, outlined: Outline) -> list[Pieces] | None:
         """Return the texts of the request's segments if a plan knows them, else None."""
@@ -90,7 +118,7 @@ class ChatRenderer:
         Raises:
             Unreadable: only the engine knows what it makes of the request.
         """
-        return Chat.of(request, outlined, self._parsed_tools(bytes(request.tools)))
+        return Chat.of(request, outlined, self._parsed_tools(request))
 
     def rendered(self, request: ChatRequest, chat: Chat) -> list[str]:
         """Return the texts of the request's segments, from the template. Safe to call in a thread.
@@ -117,7 +145,7 @@ class ChatRenderer:
         whole = template.render(chat)
         if outlined.first_media == 0:
             return [], len(whole)
-        before = outline(request.messages[: outlined.first_media], template.parts)
+        before = outline(request.messages[: outlined.first_media], template.parts, request.name_first)
         alone = replace(chat, shapes=before.shapes, leaves=before.leaves, add_generation_prompt=False)
         common = _common_prefix(template.render(alone), whole)
         starts = [start for start in self._cutter.starts(whole) if start <= common]
@@ -147,13 +175,14 @@ class ChatRenderer:
         if "".join(map(whole, _followed(recipes, chat.leaves))) == text:
             entry.plans.append((plan, recipes))
 
-    def _parsed_tools(self, raw: bytes) -> Tools | None:
-        if not raw:
+    def _parsed_tools(self, request: ChatRequest) -> Tools | None:
+        if request.tools is ABSENT:
             return None
-        known = self._tools.get(raw)
+        key = bytes(request.tools), request.kind
+        known = self._tools.get(key)
         if known is None:
-            known = _KnownTools(raw)
-            self._tools.put(raw, known)
+            known = _KnownTools(*key)
+            self._tools.put(key, known)
         return known.tools
 
 
@@ -164,6 +193,7 @@ def _key(request: ChatRequest, outlined: Outline) -> _Key:
         _bytes(request.tools),
         _bytes(request.chat_template_kwargs),
         _bytes(request.documents),
+        request.kind,
         request.reasoning_effort,
         request.add_generation_prompt,
     )

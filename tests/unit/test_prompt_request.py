@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.prompt.request import (
-    MAX_OUTPUT_TOKENS,
-    ChatRequest,
-    CompletionRequest,
-    KnownMessages,
-    parse_request,
-)
+from gateway.prompt.parsing import KnownMessages, parse_request
+from gateway.prompt.request import MAX_OUTPUT_TOKENS, ChatRequest, CompletionRequest
 from tests.prompt_rig import CHAT, COMPLETIONS
 
 HELLO = [{"role": "user", "content": "Hello!"}]

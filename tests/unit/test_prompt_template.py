@@ -7,9 +7,10 @@ from datetime import datetime
 
 import pytest
 
-from gateway.prompt.chat import parse_tools, template_variables
+from gateway.prompt.chat import template_variables
 from gateway.prompt.conversation import Unreadable, outline
 from gateway.prompt.template import ChatTemplate, TemplateError
+from gateway.prompt.tools import parse_tools
 from tests.prompt_rig import (
     BODIES,
     SPECIAL_TOKENS,
