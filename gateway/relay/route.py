@@ -62,6 +62,7 @@ class Route(msgspec.Struct):
         chunks: the prompt's chunks.
         to_remember: the worker has prefilled the prompt and publishes no events: see ``remember``.
         hit_tokens: prompt tokens the worker is believed to have cached.
+        asks_report: the request is to ask its engine for a report of what it reuses.
         reason: the decision's reason.
     """
 
@@ -72,6 +73,7 @@ class Route(msgspec.Struct):
     to_remember: bool = False
     hit_tokens: int = 0
     reason: str = "load"
+    asks_report: bool = False
 
     def answered(self, status: int, now: float) -> None:
         """The first byte of the answer has arrived."""
@@ -216,7 +218,10 @@ def _count(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reas
         speculation = services.index.speculate(worker.slot, request.chunks)
         if services.outbox is not None:
             speculation = services.outbox.announce(worker, request.chunks, speculation)
-    return Route(worker, flight, speculation, request.chunks, hit_tokens=hit_tokens, reason=reason)
+    route = Route(worker, flight, speculation, request.chunks, hit_tokens=hit_tokens, reason=reason)
+    if worker.refill_until > now:
+        route.asks_report = worker.is_vllm and random() < services.config.index.refill_share
+    return route
 
 
 def _workers(services: Services, model: str | None) -> list[Worker]:
