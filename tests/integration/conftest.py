@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -29,3 +31,14 @@ def valkey(valkey_server: Valkey) -> Iterator[Valkey]:
     yield valkey_server
     valkey_server.thaw()
     valkey_server.restart_if_killed()
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed certificate for localhost, and its key."""
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost".split()
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key

@@ -255,6 +255,16 @@ async def test_malformed_bodies_are_refused_by_name(body: bytes, param: str | No
         assert worker.connections == 0
 
 
+async def test_of_doubled_keys_the_last_counts_as_it_does_for_engines(client: Wire, rig: Rig) -> None:
+    body = b'{"model":"unknown","messages":5,"model":"m","messages":[{"role":"user","content":"hi"}]}'
+    client.send(request(body))
+    got = await client.read_message()
+    assert (got.status, got.body) == (200, body)
+    assert rig.records[0].model == MODEL
+    client.send(request(b'{"model":"m","messages":[],"model":"unknown"}'))
+    assert (await client.read_message()).status == 404
+
+
 async def test_an_unknown_model_is_a_404_and_no_label(client: Wire, rig: Rig) -> None:
     for path, body in (("/v1/chat/completions", b'{"model":"x","messages":[]}'), ("/v1/embeddings", b'{"model":"x"}')):
         client.send(request(body, path=path))
@@ -400,14 +410,3 @@ async def test_the_whole_request_may_take_only_so_long_before_the_first_byte() -
         assert "total_s" in error_of(got)["message"]
         assert rig.blamed == []
         await eventually(lambda: worker.open == 0)
-
-
-async def test_timeouts_differ_per_model() -> None:
-    async def hang(wire: Wire, _: Message) -> None:
-        await wire.gone()
-
-    models = {MODEL: {"timeouts": {"header_s": 0.1}}}
-    once = {"max_attempts": 1}
-    async with FakeWorker(hang) as worker, relay([worker], models=models, retries=once) as rig, rig.connect() as client:
-        client.send(request(CHAT))
-        assert (await client.read_message()).status == 504
