@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -53,6 +53,14 @@ class Section(BaseModel):
         if isinstance(values, dict):
             return {key: value for key, value in values.items() if value is not None}
         return values
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and not {int, float}.isdisjoint((annotation, *get_args(annotation))):
+            raise ValueError(f"must be a number, not {str(value).lower()}")
+        return value
 
 
 class ServerConfig(Section):
@@ -126,7 +134,10 @@ class TiersConfig(Section):
 class WorkerConfig(Section):
     """One engine instance."""
 
-    url: str = Field(description="base URL, http://host:port")
+    url: str = Field(
+        description="base URL, http://host:port; https is checked against the system's authorities, or the PEM file "
+        "in the environment variable SSL_CERT_FILE"
+    )
     name: str | None = Field(None, pattern=r"^[!-~]+$", description="name in metrics and headers; default host:port")
     models: tuple[str, ...] = Field((), description="model names; empty: ask the worker's /v1/models")
     domain: str = Field("", description="failure domain, for instance the zone")

@@ -1,11 +1,14 @@
 """Every kind of mistake in ``kvway.yaml`` or the environment: one line each, naming the key and what would be right."""
 
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
+from pydantic import ValidationError
 
 from gateway.config import Config, WorkerConfig, load_config
 from gateway.config_docs import reference
+from gateway.config_source import models_in
 from gateway.errors import ConfigError
 from gateway.fleet.registry import Worker
 
@@ -302,6 +305,41 @@ def test_a_mistake_in_a_variable_names_the_variable(mistakes, variable, value, m
 def test_a_list_that_only_the_environment_reaches_into_is_told(mistakes):
     (line,) = mistakes(KVWAY_WORKERS__0__URL="http://a:1")
     assert line == "KVWAY_WORKERS__0__URL: workers: must be a list, not a mapping"
+
+
+def numeric_fields(model=Config, path=()):
+    """Where numbers are expected: paths of keys, with 0 for an entry of a list and ``m`` for one of a mapping."""
+    for name, field in model.model_fields.items():
+        nested = models_in(field.annotation)
+        if not nested:
+            if {int, float} & {field.annotation, *get_args(field.annotation)}:
+                yield (*path, name)
+            continue
+        entry = {tuple: (0,), dict: ("m",)}.get(get_origin(field.annotation), ())
+        yield from numeric_fields(nested[0], (*path, name, *entry))
+
+
+@pytest.mark.parametrize("path", list(numeric_fields()), ids=lambda path: ".".join(map(str, path)))
+@pytest.mark.parametrize("value", [True, False])
+def test_true_and_false_are_no_numbers(path, value):
+    data = value
+    for part in reversed(path):
+        data = [data] if part == 0 else {part: data}
+    with pytest.raises(ValidationError) as caught:
+        Config.model_validate(data)
+    said = {error["loc"]: error["msg"] for error in caught.value.errors()}
+    assert said[path] == f"Value error, must be a number, not {str(value).lower()}"
+
+
+def test_a_port_that_is_true_is_said_in_the_words_of_yaml(mistakes):
+    assert mistakes("server: {port: yes}") == ["kvway.yaml: server.port: must be a number, not true"]
+    assert mistakes(KVWAY_HEALTH__FAILURES="true") == [
+        "KVWAY_HEALTH__FAILURES: health.failures: must be a number, not true"
+    ]
+
+
+def test_true_is_a_value_where_one_of_two_is_asked_for(load):
+    assert load("log: {requests: false}").log.requests is False
 
 
 def test_configuration_does_not_change_after_loading(load):
