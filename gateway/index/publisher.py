@@ -262,6 +262,7 @@ class Publisher:
                 # What timed out may still arrive, after what is written next: but then under the old generation's keys.
                 self._begin_generation |= isinstance(error, TimeoutError)
                 self.failed(error)
+                await asyncio.sleep(_FIRST_RETRY_S)  # it may be this write alone that fails
                 continue
             if not self._waiting and not self._leaving:
                 self._work.clear()

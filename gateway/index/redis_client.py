@@ -68,8 +68,8 @@ class RedisClient:
         try:
             link = await self._link(await self._address(tag))
             return await link.ask(packed)
-        except UNREACHABLE:
-            self._look_again()
+        except UNREACHABLE as error:
+            self._look_again(error)
             raise
 
     async def ask_all(self, commands: Iterable[tuple[bytes, bytes]], timeout_s: float) -> None:
@@ -146,7 +146,7 @@ class RedisClient:
     async def _ask_the_way(self) -> _SlotMap:
         failure: BaseException = ConnectionError("no Sentinel knows the primary")
         ask = _primary_by_sentinel if self._place.kind == "sentinel" else _primaries_by_node
-        for guide in list(self._guides):
+        for guide in self._guides:
             try:
                 async with asyncio.timeout(_GUIDE_TIMEOUT_S):
                     link = await self._open_guide(guide)
@@ -157,11 +157,9 @@ class RedisClient:
             except UNREACHABLE as error:
                 failure = error
                 continue
-            self._guides.remove(guide)
-            known = (guide, *self._guides)
-            if self._place.kind == "cluster":  # the nodes named in the URL may all be gone one day
-                known = (guide, *found.primaries, *self._place.addresses)
-            self._guides = list(dict.fromkeys(known))
+            # The nodes named in the URL may all be gone one day. Sentinels are not found out about.
+            others = found.primaries if self._place.kind == "cluster" else ()
+            self._guides = list(dict.fromkeys((guide, *others, *self._place.addresses)))
             return found
         raise failure
 
@@ -175,17 +173,19 @@ class RedisClient:
         try:
             async with asyncio.timeout(timeout_s):
                 yield
-        except TimeoutError:  # the server may be gone without a word
-            self._look_again()
-            self._disconnect()
-            raise
-        except UNREACHABLE:
-            self._look_again()
+        except UNREACHABLE as error:
+            if isinstance(error, TimeoutError):  # the server may be gone without a word
+                self._disconnect()
+            self._look_again(error)
             raise
 
-    def _look_again(self) -> None:
-        if self._place.kind != "one":
-            self._map = None
+    def _look_again(self, error: BaseException) -> None:
+        if self._place.kind == "one":
+            return
+        self._map = None
+        if str(error).startswith("MOVED "):  # the node that it names knows best
+            host, _, port = str(error).rpartition(" ")[2].rpartition(":")
+            self._guides.insert(0, Address(host or self._guides[0].host, int(port)))
 
     def _disconnect(self) -> None:
         while self._links:

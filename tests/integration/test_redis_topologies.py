@@ -1,0 +1,283 @@
+"""The shared index and the replicas' talk on what Redis and Valkey can be: Sentinels, a cluster, TLS, users."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import trustme
+
+from gateway.config import IndexConfig
+from gateway.errors import ConfigError
+from gateway.index.publisher import FIRST_PRIVATE_SLOT
+from gateway.index.redis import RedisIndex
+from gateway.sharing.store import SharingStore
+from gateway.tasks import spawn, stop
+from policies.base import Tier
+from tests.events_rig import until
+from tests.residency import hits, prompt
+from tests.sharing_rig import all_predict, ask, is_settled, replicas, sim_workers
+from tests.valkey import SentinelService, Valkey, cluster_url, valkey_cluster
+
+_namespaces = count()
+
+
+@contextlib.asynccontextmanager
+async def two_indexes(url: str, **settings: Any) -> AsyncIterator[tuple[RedisIndex, RedisIndex]]:
+    """Two replicas' views of one index."""
+    namespace = f"topology-{next(_namespaces)}"
+    config = IndexConfig.model_validate({"url": url, "namespace": namespace, "timeout_s": 2} | settings)
+    indexes = RedisIndex(config), RedisIndex(config)
+    yield indexes
+    for index in indexes:
+        await index.close()
+
+
+async def all_seen(index: RedisIndex, slot: int, n_chunks: int, chains: range) -> None:
+    """Wait until ``slot`` is known to hold so much of each chain."""
+
+    async def seen() -> bool:
+        return all([await hits(index, prompt(n_chunks, seed), [slot]) == [n_chunks] for seed in chains])
+
+    await until(seen, within_s=30)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[Valkey]]:
+    with valkey_cluster() as nodes:
+        yield nodes
+
+
+async def test_a_primary_that_dies_is_replaced_and_no_request_fails() -> None:
+    statuses: Counter[int] = Counter()
+    with SentinelService() as service:
+        async with (
+            sim_workers(3) as workers,
+            replicas(workers, service) as gateways,
+            httpx.AsyncClient(timeout=30) as client,
+        ):
+
+            async def load(number: int) -> None:
+                while True:
+                    statuses[(await ask(client, gateways[number], f"{number} says so. " * 20)).status_code] += 1
+                    await asyncio.sleep(0.02)
+
+            text = "What was known before is known afterwards. " * 10
+            answer = await ask(client, gateways[0], text)
+            held = answer.json()["usage"]["prompt_tokens"] // 16 * 16
+            await all_predict(gateways, text, answer.headers["x-kvway-worker"], held)
+            loading = [spawn(load(number), "load") for number in range(2)]
+            await until(lambda: statuses[200] > 20)
+            service.primary.kill()
+            await until(service.has_failed_over, within_s=30)
+            await until(lambda: all(is_settled(gateway, 2) for gateway in gateways), within_s=30)
+            await all_predict(gateways, text, answer.headers["x-kvway-worker"], held)
+            await stop(*loading)
+    assert statuses.keys() == {200}
+
+
+async def test_a_service_that_the_sentinels_do_not_know_is_out_of_reach_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with SentinelService() as service:
+        url = service.url.replace(service.NAME, "another")
+        async with two_indexes(url) as (index, _):
+            assert await index.acquire_slot("a") >= FIRST_PRIVATE_SLOT
+    assert "'another'" in caplog.text
+
+
+async def test_a_cluster_has_what_replicas_share_and_all_its_nodes_have_some(cluster: list[Valkey]) -> None:
+    async with two_indexes(cluster_url(cluster)) as (one, other):
+        slot, _ = await one.acquire_slot("a"), await other.acquire_slot("b")
+        for seed in range(40):
+            await one.store(slot, prompt(20, seed), Tier.HBM)
+        await one.flush()
+        await all_seen(other, slot, 20, range(40))
+        await one.remove(slot, prompt(20, 7)[5:], None, prompt(20, 7)[0])
+        await one.flush()
+        assert await hits(other, prompt(20, 7), [slot]) == [5]
+        for node in cluster[:3]:
+            with redis.Redis.from_url(node.url) as admin:
+                assert admin.dbsize() > 20
+
+
+async def test_replicas_hear_each_other_whatever_node_of_a_cluster_they_ask_first(cluster: list[Valkey]) -> None:
+    namespace = f"topology-{next(_namespaces)}"
+    urls = [f"redis+cluster://127.0.0.1:{node.port}" for node in cluster[1:3]]
+    one, other = (SharingStore(IndexConfig(url=url, namespace=namespace), url) for url in urls)
+    heard: list[bytes] = []
+
+    async def listen() -> None:
+        heard.append(await anext(other.listen(30)))
+
+    listening = spawn(listen(), "listen")
+    await one.beat({"w": 7})
+    alive, records = await other.beat({"w": -2})
+    assert alive == set(urls)
+    assert (records["w"].owner, records["w"].slot) == (urls[0], 7)
+
+    async def told() -> bool:
+        await one.tell(b"news")
+        return bool(heard)
+
+    await until(told)
+    await stop(listening)
+    await one.close()
+    await other.close()
+
+
+async def test_a_node_of_a_cluster_that_dies_is_replaced_and_the_index_filled_again() -> None:
+    with valkey_cluster() as nodes:
+        async with two_indexes(cluster_url(nodes), timeout_s=0.05) as (one, other):
+            slot, own = await one.acquire_slot("a"), await other.acquire_slot("b")
+            for seed in range(20):
+                await one.store(slot, prompt(10, seed), Tier.HBM)
+            await other.store(own, prompt(4), Tier.HBM)
+            await one.flush()
+            await all_seen(other, slot, 10, range(20))
+            nodes[0].kill()
+            await one.store(slot, prompt(10, 20), Tier.HBM)
+            for seed in range(21):
+                assert (await hits(other, prompt(10, seed), [own]))[0] == (4 if seed == 0 else 0)
+            await all_seen(other, slot, 10, range(21))
+
+
+async def test_hash_slots_that_move_to_another_node_are_found_there(cluster: list[Valkey]) -> None:
+    chains = range(100)
+    async with two_indexes(cluster_url(cluster)) as (one, other):
+        slot, _ = await one.acquire_slot("a"), await other.acquire_slot("b")
+        for seed in chains:
+            await one.store(slot, prompt(3, seed), Tier.HBM)
+        await one.flush()
+        await all_seen(other, slot, 3, chains)
+        with redis.Redis.from_url(cluster[1].url) as old, redis.Redis.from_url(cluster[2].url) as new:
+            old.flushall()
+            new_id = new.execute_command("CLUSTER", "MYID")
+            for node in (new, old):
+                moving = node.pipeline(transaction=False)
+                for hash_slot in range(5461, 7500):
+                    moving.execute_command("CLUSTER", "SETSLOT", hash_slot, "NODE", new_id)
+                moving.execute()
+            new.execute_command("CLUSTER", "BUMPEPOCH")
+        for seed in chains:
+            await one.remove(slot, prompt(3, seed)[1:], None, prompt(3, seed)[0])
+            await one.store(slot, prompt(3, seed), Tier.HBM)
+        await all_seen(other, slot, 3, chains)
+        with redis.Redis.from_url(cluster[2].url) as new:
+            assert any(new.execute_command("CLUSTER", "COUNTKEYSINSLOT", number) for number in range(5461, 7500))
+
+
+@contextlib.asynccontextmanager
+async def tls_in_front_of(valkey: Valkey, context: ssl.SSLContext) -> AsyncIterator[int]:
+    """End TLS where a server does that was built without it; yields the port."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", valkey.port)
+        await asyncio.gather(carry(reader, inner_writer), carry(inner_reader, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+class Certificates:
+    """A CA, the certificate of a server that checks those of its clients, and a client's, as files."""
+
+    def __init__(self, folder: Path, host: str) -> None:
+        self.ca, cert = trustme.CA(), trustme.CA()
+        server, client = self.ca.issue_cert(host), self.ca.issue_cert("client")
+        self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self.context.verify_mode = ssl.CERT_REQUIRED
+        self.ca.configure_trust(self.context)
+        server.configure_cert(self.context)
+        self.tls_ca, self.tls_cert, self.tls_key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
+        self.ca.cert_pem.write_to_path(self.tls_ca)
+        client.cert_chain_pems[0].write_to_path(self.tls_cert)
+        client.private_key_pem.write_to_path(self.tls_key)
+        self.other_ca = folder / "other.pem"
+        cert.cert_pem.write_to_path(self.other_ca)
+
+
+async def test_tls_needs_a_ca_that_is_trusted_the_right_host_and_our_certificate(
+    valkey: Valkey, tmp_path: Path
+) -> None:
+    files = Certificates(tmp_path, "redis.example")
+    given = {"tls_ca": files.tls_ca, "tls_cert": files.tls_cert, "tls_key": files.tls_key}
+    async with tls_in_front_of(valkey, files.context) as port:
+
+        async def connects(**settings: Any) -> bool:
+            async with two_indexes(f"rediss://127.0.0.1:{port}", **settings) as (index, _):
+                return await index.acquire_slot("a") < FIRST_PRIVATE_SLOT
+
+        assert await connects(**given, tls_verify="ca")
+        assert not await connects(**given)  # it is not the host of the certificate
+        assert not await connects(**given | {"tls_ca": files.other_ca}, tls_verify="ca")
+        assert await connects(**given | {"tls_ca": files.other_ca}, tls_verify="none")
+        assert not await connects(tls_ca=files.tls_ca, tls_verify="ca")  # no certificate of ours
+
+
+async def test_tls_verifies_the_host_and_carries_what_replicas_share(valkey: Valkey, tmp_path: Path) -> None:
+    files = Certificates(tmp_path, "127.0.0.1")
+    given = {"tls_ca": files.tls_ca, "tls_cert": files.tls_cert, "tls_key": files.tls_key}
+    async with (
+        tls_in_front_of(valkey, files.context) as port,
+        two_indexes(f"rediss://127.0.0.1:{port}/0", **given) as (one, other),
+    ):
+        slot, _ = await one.acquire_slot("a"), await other.acquire_slot("b")
+        await one.store(slot, prompt(400), Tier.HBM)
+        await one.flush()
+        assert await hits(other, prompt(400), [slot]) == [400]
+
+
+def test_a_certificate_that_cannot_be_read_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"index\.tls_ca"):
+        RedisIndex(IndexConfig(url="rediss://127.0.0.1", tls_ca=tmp_path / "ca.pem"))
+
+
+async def test_a_user_may_do_what_the_documentation_says_and_its_password_may_change(
+    valkey: Valkey, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("first-secret\n")
+    rules = ["on", "resetchannels", "&topology-*:news", "~topology-*", "-@all"]
+    rules += [f"+{command}" for command in ("eval", "mget", "zadd", "publish", "subscribe", "info", "role")]
+    # What our scripts do, their caller must be allowed to do.
+    scripted = (
+        "time bitfield pexpire strlen bitcount unlink zscore zrem zcard zrangebyscore zremrangebyscore zrange "
+        "hget hset hdel hmget hgetall hexists hincrby"
+    )
+    rules += [f"+{command}" for command in scripted.split()]
+    with redis.Redis.from_url(valkey.url) as admin:
+        admin.execute_command("ACL", "SETUSER", "kvway", "reset", *rules, ">first-secret")
+        async with two_indexes(valkey.url, username="kvway", password_file=file) as (one, other):
+            slot, _ = await one.acquire_slot("a"), await other.acquire_slot("b")
+            assert slot == 0
+            admin.execute_command("ACL", "SETUSER", "kvway", "resetpass", ">second-secret")
+            admin.client_kill_filter(user="kvway")
+            await until(lambda: not one.up)
+            await until(lambda: not other.up)
+            file.write_text("second-secret")
+            await one.store(slot, prompt(5), Tier.HBM)
+            await all_seen(other, slot, 5, range(1))
+            assert one.number(slot) == slot
+    assert "WRONGPASS" in caplog.text
+    assert "-secret" not in caplog.text
