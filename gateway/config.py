@@ -203,6 +203,16 @@ class ModelConfig(Section):
         description="tokens from the local tokenizer, the engine's /tokenize, or approximate chunks of bytes; "
         "auto takes the tokenizer where there is one, else bytes",
     )
+    media: Literal["prefix", "engine"] = Field(
+        "prefix",
+        description="prompts with images, audio or video are known up to the first of these; engine: a worker renders "
+        "them first, fetching and processing the media, and they are known in full (vLLM with --enable-scale-out)",
+    )
+    trust_request_chat_template: bool = Field(
+        False,
+        description="the engines take chat templates from requests (vLLM's flag of this name) and are asked for the "
+        "tokens; without it such requests go by load",
+    )
     pass_token_ids: bool = Field(
         False,
         description="send the token ids along, so that the engine does not tokenize again: for vLLM 0.32 and later, "
@@ -250,7 +260,9 @@ class IndexConfig(Section):
     username: str | None = Field(None, description="Redis: user; wins over that in the URL")
     password: str | None = Field(None, repr=False, description="Redis: password; wins over that in the URL")
     password_file: OnDisk | None = Field(None, description="Redis: file with the password, read at every connection")
-    sentinel_password: str | None = Field(None, repr=False, description="password of the Sentinels, where they have one")
+    sentinel_password: str | None = Field(
+        None, repr=False, description="password of the Sentinels, where they have one"
+    )
     tls_ca: OnDisk | None = Field(None, description="Redis: PEM file of the CAs to trust; without it, the system's")
     tls_cert: OnDisk | None = Field(None, description="Redis: PEM certificate chain to show; goes with tls_key")
     tls_key: OnDisk | None = Field(None, description="Redis: PEM private key of tls_cert")

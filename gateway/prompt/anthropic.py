@@ -19,7 +19,6 @@ from gateway.prompt.request import ABSENT, Message, MessagesRequest
 
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 _PROBE: Final = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
-_IMAGE: Final = {"type": "image_url", "image_url": {"url": ""}}  # what it shows is of no interest here
 
 
 class _Block(msgspec.Struct, gc=False):
@@ -135,7 +134,7 @@ def _add_blocks(role: str, blocks: list[_Block], messages: list[Message]) -> Non
             case "text" if block.text:
                 parts.append({"type": "text", "text": block.text})
             case "image" if block.source:
-                parts.append(_IMAGE)
+                parts.append(_image(block.source))
             case "thinking" if block.thinking is not None:
                 thoughts.append(block.thinking)
             case "tool_use":
@@ -168,7 +167,7 @@ def _call(block: _Block) -> dict[str, Any]:
 
 
 def _add_result(block: _Block, messages: list[Message]) -> None:
-    text, images = block.content or "", 0
+    text, images = block.content or "", []
     if not isinstance(text, str):
         items, texts = text, []
         for item in items:
@@ -176,13 +175,23 @@ def _add_result(block: _Block, messages: list[Message]) -> None:
                 case "text":
                     texts.append(_only_text(item.get("text", "")))
                 case "image":
-                    images += 1
+                    images.append(_image(item.get("source", {})))
                 case "tool_reference":
                     raise Unreadable("a reference to a tool")
         text = "\n".join(texts)
     messages.append(Message("tool", text, tool_call_id=block.tool_use_id or ""))
     if images:
-        messages.append(Message("user", [_IMAGE] * images))
+        messages.append(Message("user", images))
+
+
+def _image(source: Any) -> dict[str, Any]:
+    if not isinstance(source, dict):
+        raise Unreadable("the source of an image is not an object")
+    if source.get("type") == "url":
+        url = source.get("url", "")
+    else:
+        url = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _only_text(value: Any) -> str:

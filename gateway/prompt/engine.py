@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any, Final, NamedTuple
 
 import httpx
 import msgspec
+from mmh3 import mmh3_x64_128_digest
 
 from gateway.prompt.cache import ByteCache, Entry
 from gateway.prompt.tokenizer import pack
@@ -17,28 +19,66 @@ TIMEOUT_S: Final = 1.0
 RENDER_TIMEOUT_S: Final = 10.0
 """For what no request waits for."""
 
-_NOT_THERE: Final = frozenset({404, 405, 501})
+# vLLM forbids rendering unless it was started with --enable-scale-out
+_NOT_RENDERED: Final = frozenset({403, 404, 405, 501})
+_ASK_AGAIN_S: Final = 60.0  # a worker that does not render may be started anew with the flag
 _OVERHEAD: Final = 500
+
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class EngineError(Exception):
     """The engine did not tokenize: out of reach, too slow, or it refused the prompt."""
 
 
+class NotRenderedError(EngineError):
+    """The engine does not render requests."""
+
+
+class _Range(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Range]]
+
+
 class _Answer(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[int] | None = None  # of /tokenize
+    token_ids: list[int] | None = None  # of /render
+    features: _Features | None = None
 
 
-class _Rendered(msgspec.Struct):
-    token_ids: list[int]
+class Medium(NamedTuple):
+    """An image, audio or video in a prompt.
+
+    Attributes:
+        offset: of its first placeholder token.
+        length: in tokens.
+        name: the engine's hash of it, as in its KV events.
+    """
+
+    offset: int
+    length: int
+    name: bytes
 
 
-class _Ids(Entry):
-    __slots__ = ("packed",)
+class EnginePrompt(Entry):
+    """A prompt as an engine makes it.
 
-    def __init__(self, payload: bytes, packed: bytes) -> None:
-        super().__init__(len(payload) + len(packed) + _OVERHEAD)
+    Attributes:
+        packed: token ids, little-endian u32.
+        media: in the order of their offsets.
+    """
+
+    __slots__ = ("media", "packed")
+
+    def __init__(self, packed: bytes, media: Sequence[Medium] = ()) -> None:
+        super().__init__(len(packed) + 200 * len(media) + _OVERHEAD)
         self.packed = packed
+        self.media = media
 
 
 class EngineTokenizer:
@@ -49,18 +89,18 @@ class EngineTokenizer:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._known: ByteCache[bytes, _Ids] = ByteCache(max_bytes)
-        self._asked: dict[bytes, asyncio.Task[bytes | EngineError]] = {}
+        self._known: ByteCache[bytes, EnginePrompt] = ByteCache(max_bytes)
+        self._asked: dict[bytes, asyncio.Task[EnginePrompt | EngineError]] = {}
+        self._not_rendering: dict[str, float] = {}  # until when that is taken for granted
         self._client = httpx.AsyncClient()
-        self._decoder = msgspec.json.Decoder(_Answer)
-        self._render_decoder = msgspec.json.Decoder(_Rendered | list[_Rendered])
+        self._decoder = msgspec.json.Decoder(_Answer | list[_Answer])
 
     async def close(self) -> None:
         """Close connections."""
         await self._client.aclose()
 
-    async def ids(self, url: str, payload: dict[str, Any]) -> bytes:
-        """Return packed ids.
+    async def tokenize(self, url: str, payload: dict[str, Any]) -> EnginePrompt:
+        """Return the prompt that a worker makes of a chat or a text.
 
         Args:
             url: base URL of a worker that serves the model.
@@ -69,14 +109,40 @@ class EngineTokenizer:
         Raises:
             EngineError: no answer, or none that can be used.
         """
-        body = msgspec.json.encode(payload)
-        known = self._known.get(body)
+        return await self._ask(url, "/tokenize", msgspec.json.encode(payload))
+
+    async def render(self, url: str, path: str, body: bytes) -> EnginePrompt:
+        """Return the prompt that a worker makes of a request, without running it.
+
+        Args:
+            url: base URL of a worker that serves the model.
+            path: of the request.
+            body: of the request; vLLM renders it as it is, at ``<path>/render``.
+
+        Raises:
+            NotRenderedError: the worker has no such endpoint.
+            EngineError: no answer, or none that can be used.
+        """
+        now = monotonic()
+        if self._not_rendering.get(url, 0.0) > now:
+            raise NotRenderedError(f"{url} does not render requests")
+        try:
+            return await self._ask(url, f"{path}/render", body)
+        except NotRenderedError:
+            self._not_rendering = {known: until for known, until in self._not_rendering.items() if until > now}
+            self._not_rendering[url] = now + _ASK_AGAIN_S
+            raise
+
+    async def _ask(self, url: str, path: str, body: bytes) -> EnginePrompt:
+        """Ask what was not asked yet; all who ask the same get the same answer."""
+        key = mmh3_x64_128_digest(body) + path.encode()
+        known = self._known.get(key)
         if known is not None:
-            return known.packed
-        task = self._asked.get(body)
+            return known
+        task = self._asked.get(key)
         if task is None:
-            task = self._asked[body] = spawn(self._ask(url, body), "ask the engine to tokenize")
-            task.add_done_callback(lambda _: self._asked.pop(body, None))
+            task = self._asked[key] = spawn(self._answer(url, path, body, key), "ask the engine for a prompt")
+            task.add_done_callback(lambda _: self._asked.pop(key, None))
         answer = await asyncio.shield(task)
         if isinstance(answer, EngineError):
             raise answer
@@ -96,27 +162,65 @@ class EngineTokenizer:
         """
         try:
             response = await self._post(f"{url}{path}/render", body, RENDER_TIMEOUT_S)
-            if response.status_code not in _NOT_THERE:
-                response.raise_for_status()
-                answer = self._render_decoder.decode(response.content)
-                return pack((answer[0] if isinstance(answer, list) else answer).token_ids)
+            if response.status_code not in _NOT_RENDERED:
+                return self._read(response).packed
             body = msgspec.json.encode(payload())
-            return self._read(await self._post(f"{url}/tokenize", body, RENDER_TIMEOUT_S))
-        except (httpx.HTTPError, msgspec.DecodeError, OverflowError, IndexError) as error:
+            return self._read(await self._post(f"{url}/tokenize", body, RENDER_TIMEOUT_S)).packed
+        except (httpx.HTTPError, ValueError, OverflowError, IndexError) as error:
             raise EngineError(f"{url}: {type(error).__name__}: {error}") from None
 
-    async def _ask(self, url: str, body: bytes) -> bytes | EngineError:
+    async def _answer(self, url: str, path: str, body: bytes, key: bytes) -> EnginePrompt | EngineError:
         try:
-            packed = self._read(await self._post(f"{url}/tokenize", body, TIMEOUT_S))
-        except (httpx.HTTPError, msgspec.DecodeError, OverflowError) as error:
-            return EngineError(f"{url}/tokenize: {type(error).__name__}: {error}")
-        self._known.put(body, _Ids(body, packed))
-        return packed
+            response = await self._post(url + path, body, TIMEOUT_S)
+            if response.status_code in _NOT_RENDERED:
+                return NotRenderedError(f"{url}{path}: status {response.status_code}")
+            prompt = self._read(response)
+        except (httpx.HTTPError, ValueError, OverflowError, IndexError) as error:
+            return EngineError(f"{url}{path}: {type(error).__name__}: {error}")
+        if not prompt.media:  # what lies behind a URL may change
+            self._known.put(key, prompt)
+        return prompt
 
     async def _post(self, url: str, body: bytes, timeout_s: float) -> httpx.Response:
         headers = {"content-type": "application/json"}
         return await self._client.post(url, content=body, headers=headers, timeout=timeout_s)
 
-    def _read(self, response: httpx.Response) -> bytes:
+    def _read(self, response: httpx.Response) -> EnginePrompt:
         response.raise_for_status()
-        return pack(self._decoder.decode(response.content).tokens)
+        answer = self._decoder.decode(response.content)
+        if isinstance(answer, list):  # one for each prompt
+            answer = answer[0]
+        ids = answer.token_ids if answer.tokens is None else answer.tokens
+        if ids is None:
+            raise ValueError("an answer without token ids")
+        return EnginePrompt(pack(ids), _media(answer.features))
+
+
+def without_tensors(body: bytes) -> bytes:
+    """Return the body of a request to render such that the answer names media without containing them."""
+    try:
+        fields = _decode_fields(body)
+    except msgspec.DecodeError:  # some JSON is read only by the parser that engines use
+        return body
+    return msgspec.json.encode({**fields, "mm_payload": "none"})
+
+
+def chunk_extras(media: Iterable[Medium], chunk_tokens: int) -> dict[int, bytes]:
+    """Return what media add to the chunks that they reach into, by number; the assembler makes the same of events."""
+    names: dict[int, dict[bytes, None]] = {}
+    for medium in media:
+        last = medium.offset + medium.length - 1
+        for number in range(medium.offset // chunk_tokens, last // chunk_tokens + 1):
+            names.setdefault(number, {})[medium.name] = None
+    return {number: b"\0".join(found) for number, found in names.items()}
+
+
+def _media(features: _Features | None) -> list[Medium]:
+    if features is None:
+        return []
+    media = [
+        Medium(place.offset, place.length, name.encode())
+        for modality, names in features.mm_hashes.items()
+        for name, place in zip(names, features.mm_placeholders.get(modality, ()), strict=True)
+    ]
+    return sorted(media)

@@ -14,6 +14,7 @@ from gateway.config import ModelConfig
 from gateway.prompt.chat import Chat
 from gateway.prompt.renderer import ChatRenderer
 from gateway.prompt.segments import Cutter, Segment, SegmentCache, choose_tokens
+from gateway.prompt.special import SpecialRenderer, special_renderer
 from gateway.prompt.template import ChatTemplate, TemplateError, load_templates
 from gateway.prompt.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
@@ -37,6 +38,7 @@ class Model:
         renderer: renders chats; None where the model has no usable chat template.
         before: what the engine puts before a text with ``add_special_tokens``.
         after: what it puts after it.
+        special: how the engine renders chats, if not with a chat template.
     """
 
     segments: SegmentCache
@@ -44,6 +46,7 @@ class Model:
     renderer: ChatRenderer | None
     before: list[Segment]
     after: list[Segment]
+    special: SpecialRenderer | None = None
 
 
 def load_models(
@@ -97,6 +100,14 @@ def find_problems(configs: Iterable[ModelConfig]) -> list[str]:
 
 
 def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCache, executor: Executor) -> Model:
+    special = special_renderer(tokenizer.directory)
+    if special is not None:
+        log.warning(
+            "%s: vLLM renders this model's chats with %s, not with a template; they are left to the engine, which must "
+            "be started with --enable-scale-out",
+            tokenizer.directory,
+            special.name,
+        )
     try:
         templates = load_templates(tokenizer.directory, tokenizer.config, template, tokenizer.special_tokens)
     except TemplateError as error:
@@ -106,9 +117,10 @@ def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCach
     return Model(
         segments,
         cutter,
-        ChatRenderer(*templates, cutter, executor) if templates else None,
+        ChatRenderer(*templates, cutter, executor) if templates and special is None else None,
         [Segment("", tokenizer.prefix)] if tokenizer.prefix else [],
         [Segment("", tokenizer.suffix)] if tokenizer.suffix else [],
+        special,
     )
 
 

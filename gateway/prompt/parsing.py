@@ -156,7 +156,7 @@ def parse_request(path: str, body: bytes, known: KnownMessages | None = None) ->
         raise BadRequest("The request body is nested too deeply.") from None
     if kind is not CompletionRequest:
         _drop_nulls(request)
-    request.body_bytes = len(body)
+    request.body = body
     return request
 
 

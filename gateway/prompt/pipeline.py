@@ -8,22 +8,29 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway.config import Config
+from gateway.config import Config, ModelConfig
 from gateway.fleet.registry import Candidates
 from gateway.prompt.chains import Chains, Link
 from gateway.prompt.chat import template_variables
 from gateway.prompt.conversation import Outline, Unreadable, outline
-from gateway.prompt.engine import EngineError, EngineTokenizer
+from gateway.prompt.engine import (
+    EngineError,
+    EnginePrompt,
+    EngineTokenizer,
+    NotRenderedError,
+    chunk_extras,
+    without_tensors,
+)
 from gateway.prompt.model import Model, load_models
 from gateway.prompt.parsing import KnownMessages, parse_request
 from gateway.prompt.passing import with_token_ids
 from gateway.prompt.plan import Pieces
 from gateway.prompt.renderer import ChatRenderer
-from gateway.prompt.request import ABSENT, ChatRequest, CompletionRequest, InferenceRequest, MessagesRequest
+from gateway.prompt.request import ABSENT, ChatRequest, CompletionRequest, InferenceRequest, Message, MessagesRequest
 from gateway.prompt.segments import Segment
 from gateway.prompt.selfcheck import SelfCheck
 from gateway.prompt.template import TemplateError
@@ -35,6 +42,38 @@ log = logging.getLogger("kvway")
 
 # Longer chats are rendered in a thread: a template takes some 10 µs per message.
 _INLINE_MESSAGES: Final = 400
+
+
+class Source(NamedTuple):
+    """Where the tokens of one model's prompts come from.
+
+    Attributes:
+        model: tokenizes here; None where that cannot be done.
+        engine: the engine is asked where it cannot be done here.
+        tokenizes_alike: whether the engine's ``/tokenize`` makes of a chat what it will be run as.
+        asks_media: the engine may be asked to fetch and process media.
+        takes_templates: the engine takes chat templates from requests.
+    """
+
+    model: Model | None
+    engine: bool
+    tokenizes_alike: bool
+    asks_media: bool
+    takes_templates: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig, model: Model | None) -> Source:
+        """Return the source for a model as configured and loaded."""
+        special = model.special if model is not None else None
+        if special is not None and special.own_tokenizer:
+            model = None
+        return cls(
+            model,
+            config.source == "engine" or special is not None,
+            special is None or special.tokenizes_alike,
+            config.media == "engine",
+            config.trust_request_chat_template,
+        )
 
 
 class Prompt:
@@ -89,7 +128,8 @@ class PromptPipeline:
         # without tokens, a chunk is as many bytes as a chunk of tokens usually has
         words = max(1, round(settings.chunk_tokens * settings.bytes_per_token / TOKEN_BYTES))
         self._byte_hasher = ChunkHasher(words, settings.hash_seed)
-        self._sources: dict[str, tuple[Model | None, bool]] = {}
+        self._sources: dict[str, Source] = {}
+        self._told_of: set[str] = set()  # models of which the log has said that they need engines that render
         self._bytes_per_token = settings.bytes_per_token
 
     async def close(self) -> None:
@@ -139,9 +179,10 @@ class PromptPipeline:
         return with_token_ids(body, prompt.ids) if self.checks.proven(candidates.model) else None
 
     async def _chat(self, request: ChatRequest, candidates: Candidates) -> Prompt:
-        model, engine = self._source(candidates)
-        if model is None or model.renderer is None:
-            return await self._chat_elsewhere(request, candidates, engine)
+        source = self._source(candidates)
+        model = source.model
+        if model is None or model.renderer is None or request.chat_template is not None:
+            return await self._chat_elsewhere(request, candidates, source)
         if isinstance(request, MessagesRequest):
             model.renderer.settle(request)
         outlined = outline(request.messages, model.renderer.template_for(request).parts, request.name_first)
@@ -149,11 +190,10 @@ class PromptPipeline:
         root = self._root(request, candidates)
         if texts is None:
             if outlined.first_media is not None:
-                return await self._before_media(request, outlined, model, root)
+                prompt = await self._rendered_by_engine(request, candidates, source) if source.asks_media else None
+                return prompt or await self._before_media(request, outlined, model, root)
             texts = await self._rendered(request, outlined, model.renderer)
-        segments = model.segments.find(texts)
-        if segments is None:
-            segments = await model.segments.tokenize(texts)
+        segments = await model.segments.get(texts)
         if request.add_special_tokens:
             segments = [*model.before, *segments, *model.after]
         return self._exact(segments, root)
@@ -168,14 +208,35 @@ class PromptPipeline:
         renderer.learn(request, outlined, chat, texts)
         return texts
 
-    async def _chat_elsewhere(self, request: ChatRequest, candidates: Candidates, engine: bool) -> Prompt:
-        if engine:
-            prompt = await self._from_engine(_payload(request), request, candidates)
+    async def _chat_elsewhere(self, request: ChatRequest, candidates: Candidates, source: Source) -> Prompt:
+        if request.chat_template is not None and not source.takes_templates:
+            raise Unreadable("a chat template of the request's own")
+        if source.engine or request.chat_template is not None:
+            prompt = await self._rendered_by_engine(request, candidates, source)
             if prompt is not None:
                 return prompt
         head = [bytes(request.tools), bytes(request.chat_template_kwargs)]
         text = b"\n".join([*head, *map(msgspec.json.encode, request.messages)])
         return self._approximate(text, request, candidates)
+
+    async def _rendered_by_engine(self, request: ChatRequest, candidates: Candidates, source: Source) -> Prompt | None:
+        has_media = outline(request.messages, parts=False).first_media is not None
+        if has_media and not source.asks_media:
+            raise Unreadable("media, which the engine would fetch")
+        worker = random.choice(candidates.workers)
+        try:
+            made = await self._engine.render(worker.config.url, request.path, without_tensors(request.body))
+        except NotRenderedError as error:
+            if has_media or not source.tokenizes_alike:
+                if candidates.model not in self._told_of:
+                    self._told_of.add(candidates.model)
+                    log.warning("model %s: %s; start vLLM with --enable-scale-out", candidates.model, error)
+                return None
+            return await self._from_engine(_payload(request), request, candidates)
+        except EngineError as error:
+            log.warning("%s; the request is routed by approximate chunks", error)
+            return None
+        return self._of_engine(made, request, candidates)
 
     async def _before_media(self, request: ChatRequest, outlined: Outline, model: Model, root: Link) -> Prompt:
         assert model.renderer is not None
@@ -192,14 +253,14 @@ class PromptPipeline:
             except (OverflowError, TypeError) as error:
                 raise Unreadable(f"token ids: {error}") from None
             return Prompt(len(first) + others, self._chains.hasher.chain(root.last, packed), True, [packed])
-        model, engine = self._source(candidates)
-        prompt = None
+        source = self._source(candidates)
+        model, prompt = source.model, None
         if model is not None:
             segments = await model.segments.get(model.cutter.cut(first))
             if request.add_special_tokens:
                 segments = [*model.before, *segments, *model.after]
             prompt = self._exact(segments, root)
-        elif engine:
+        elif source.engine:
             prompt = await self._from_engine(_payload(request), request, candidates)
         if prompt is None:
             prompt = self._approximate(first.encode(), request, candidates)
@@ -224,24 +285,27 @@ class PromptPipeline:
     ) -> Prompt | None:
         worker = random.choice(candidates.workers)
         try:
-            packed = await self._engine.ids(worker.config.url, payload)
+            made = await self._engine.tokenize(worker.config.url, payload)
         except EngineError as error:
             log.warning("%s; the request is routed by approximate chunks", error)
             return None
-        root = self._root(request, candidates)
-        return Prompt(len(packed) // TOKEN_BYTES, self._chains.hasher.chain(root.last, packed), True, [packed])
+        return self._of_engine(made, request, candidates)
 
-    def _source(self, candidates: Candidates) -> tuple[Model | None, bool]:
-        """Return the model if its prompts can be tokenized here, and whether to ask the engine instead."""
+    def _of_engine(self, made: EnginePrompt, request: InferenceRequest, candidates: Candidates) -> Prompt:
+        root, hasher = self._root(request, candidates), self._chains.hasher
+        chunks = hasher.chain(root.last, made.packed, chunk_extras(made.media, hasher.chunk_tokens))
+        return Prompt(len(made.packed) // TOKEN_BYTES, chunks, True, [made.packed])
+
+    def _source(self, candidates: Candidates) -> Source:
         source = self._sources.get(candidates.model)
         if source is None:
             config = self._config.model_config_for(candidates.model)
             model = self._models.get((config.tokenizer, config.chat_template)) if config.source != "bytes" else None
-            source = self._sources[candidates.model] = (model, config.source == "engine")
+            source = self._sources[candidates.model] = Source.of(config, model)
         return source
 
     def _leave_to_engine(self, model: str) -> None:
-        self._sources[model] = (None, True)
+        self._sources[model] = self._sources[model]._replace(model=None, engine=True)
 
     def _root(self, request: InferenceRequest, candidates: Candidates) -> Link:
         return self._chains.root(candidates.model, candidates.lora, request.cache_salt)
@@ -256,7 +320,7 @@ class PromptPipeline:
         return Prompt(self._estimate(len(text)), self._byte_hasher.chain(root, text), False)
 
     def _unread(self, request: InferenceRequest) -> Prompt:
-        return Prompt(self._estimate(request.body_bytes), [], False)
+        return Prompt(self._estimate(len(request.body)), [], False)
 
     def _estimate(self, length: int) -> int:
         return max(1, int(length / self._bytes_per_token))
@@ -277,12 +341,20 @@ def _payload(request: InferenceRequest) -> dict[str, Any]:
         raise Unreadable("what becomes of it depends on a template that is not known here")
     payload = {
         "model": request.model,
-        "messages": request.messages,
+        "messages": list(map(_with_reasoning, request.messages)),
         "chat_template_kwargs": template_variables(request),
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
         "add_special_tokens": request.add_special_tokens,
+        "chat_template": request.chat_template,
     }
     if request.tools is ABSENT:
         return payload
     return {**payload, "tools": parse_tools(bytes(request.tools), request.kind) or None}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Return a message with its reasoning under the name by which vLLM's ``/tokenize`` knows it."""
+    if message.reasoning_content is None or message.reasoning is not None:
+        return message
+    return msgspec.structs.replace(message, reasoning=message.reasoning_content, reasoning_content=None)

@@ -42,7 +42,7 @@ class _Request(msgspec.Struct, kw_only=True):
     Attributes:
         model: model or adapter name, None when absent.
         cache_salt: separates caches of equal prompts.
-        body_bytes: length of the body, for estimates.
+        body: as it came.
     """
 
     model: str | None = None
@@ -55,7 +55,7 @@ class _Request(msgspec.Struct, kw_only=True):
     user: str | None = None
     tokens_limit: int | None = msgspec.field(default=None, name="max_tokens")
     truncate_prompt_tokens: Any = None
-    body_bytes: int = msgspec.field(default=0, name="")  # no JSON field: set by parse_request
+    body: Any = msgspec.field(default=b"", name="")  # no JSON field: bytes, set by parse_request
 
     @property
     def max_tokens(self) -> int | None:
@@ -81,6 +81,7 @@ class ChatRequest(_Request, kw_only=True):
     """
 
     kind: ClassVar[str] = "chat"
+    path: ClassVar[str] = "/v1/chat/completions"
     name_first: ClassVar[bool] = False
 
     messages: list[Message] = []
@@ -102,8 +103,8 @@ class ChatRequest(_Request, kw_only=True):
 
     @property
     def opaque(self) -> bool:
-        """True without messages, or when they are rendered in a way that only the engine can know."""
-        return not self.messages or self.chat_template is not None or self.truncate_prompt_tokens is not None
+        """True without messages, or when the engine makes something else of them."""
+        return not self.messages or self.truncate_prompt_tokens is not None
 
 
 class MessagesRequest(ChatRequest, kw_only=True):
@@ -115,6 +116,7 @@ class MessagesRequest(ChatRequest, kw_only=True):
     """
 
     kind: ClassVar[str] = "messages"
+    path: ClassVar[str] = "/v1/messages"
 
     thinking_disabled: bool = False
     settled: bool = False
@@ -124,6 +126,7 @@ class ResponsesRequest(ChatRequest, kw_only=True):
     """Body of ``/v1/responses`` as the chat that it becomes; opaque where an engine's stored responses belong to it."""
 
     kind: ClassVar[str] = "responses"
+    path: ClassVar[str] = "/v1/responses"
     name_first: ClassVar[bool] = True
 
 

@@ -14,6 +14,7 @@ from gateway.prompt.conversation import Unreadable
 from gateway.prompt.request import ABSENT, Message, ResponsesRequest
 from gateway.prompt.tools import NAMESPACE_SEPARATOR
 
+_IMAGE_FIELDS: Final = ("type", "detail", "file_id", "image_url")
 _UNFINISHED: Final = frozenset({"in_progress", "incomplete"})
 
 
@@ -180,7 +181,7 @@ def _parts(parts: list[dict[str, Any]] | None) -> list[Any]:
             case "input_text":
                 found.append({"type": "input_text", "text": _text(part.get("text"))})
             case "input_image":
-                found.append({"type": "input_image"})
+                found.append({key: part[key] for key in _IMAGE_FIELDS if key in part})
             case kind:
                 raise Unreadable(f"a content part of type {kind!r}")
     return found

@@ -59,7 +59,7 @@ async def test_an_engine_is_asked_once_for_the_same_prompt(pipeline):
             *(prompt_of(pipeline, CHAT, {"messages": MESSAGES}, url=engine.url) for _ in range(5))
         )
         prompts.append(await prompt_of(pipeline, CHAT, {"messages": MESSAGES}, url=engine.url))
-    assert engine.asked == ["/tokenize"]
+    assert engine.asked == ["/v1/chat/completions/render", "/tokenize"]
     hasher = ChunkHasher(256)
     expected = hasher.chain(hasher.root("tiny"), array("I", [7] * 300).tobytes())
     assert all(prompt.chunks == expected for prompt in prompts)

@@ -145,7 +145,6 @@ def test_a_prompt_that_is_no_prompt_is_refused(prompt):
         {"messages": HELLO, "max_tokens": 16.0},
         {"messages": HELLO, "stream": "true"},
         {"messages": HELLO, "add_generation_prompt": "no"},
-        {"messages": HELLO, "chat_template": "{{ messages }}"},
         {"messages": HELLO, "truncate_prompt_tokens": 10},
         {"messages": HELLO, "cache_salt": 5},
         {},
@@ -177,7 +176,7 @@ def test_the_last_of_equal_keys_counts_as_it_does_in_the_engine():
 
 
 def test_the_length_of_the_body_is_kept():
-    assert parse_request(CHAT, b'{"messages": [], "": 5}').body_bytes == 23
+    assert parse_request(CHAT, b'{"messages": [], "": 5}').body == b'{"messages": [], "": 5}'
 
 
 def test_messages_of_long_chats_are_read_once_if_they_are_texts():
