@@ -12,74 +12,16 @@ and ``generated`` is the difference to the worker's count of decode steps.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
-from policies.base import N_TIERS, Tier
-from sim.cache import BlockCache, BlockChain, Hit
+from policies.base import Tier
+from sim.cache import BlockCache, BlockChain, BlockRemoved, BlocksStored, Hit
+from sim.eviction import make_queue
+from sim.fleet import EvictionSettings
+from sim.jobs import BatchLimits, Job
 from sim.profiles import Profile
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One request on one worker. The first five fields are the caller's, the rest is written by ``BatchWorker``.
-
-    Attributes:
-        number: what the caller knows it by.
-        chain: ids of the blocks of the prompt and, as far as they are known, of the answer.
-        prompt_tokens: length of the prompt, at least 1.
-        output_tokens: tokens that it will generate, at least 1.
-        named_tokens: leading tokens that the ids cover; the last id's block may be less than full.
-        generated: output tokens, up to date unless it is decoding.
-        computed: tokens whose KV is there, up to date unless it is decoding.
-        committed: leading blocks that the cache knows by their ids.
-        blocks: numbers of the blocks it uses.
-        order: its place among the running requests; -1 while it waits.
-        decoding: whether its prompt is computed.
-        origin: while it decodes, the worker's ``steps`` less ``generated``.
-        started_at: when it was first admitted; -1 before.
-        first_at: when its first token came; -1 before.
-        hit_tokens: tokens found when it was first admitted, by tier.
-        preemptions: how often it lost its blocks.
-    """
-
-    number: int
-    chain: BlockChain
-    prompt_tokens: int
-    output_tokens: int
-    named_tokens: int
-    generated: int = 0
-    computed: int = 0
-    committed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    order: int = -1
-    decoding: bool = False
-    origin: int = 0
-    started_at: float = -1.0
-    first_at: float = -1.0
-    hit_tokens: list[int] = field(default_factory=lambda: [0] * N_TIERS)
-    preemptions: int = 0
-
-
-@dataclass(slots=True, frozen=True)
-class BatchLimits:
-    """Size of a worker.
-
-    Attributes:
-        num_blocks: blocks in HBM, the reserved one included.
-        block_tokens: tokens per block, those that the trace names.
-        engine_block_tokens: tokens per block of the engine that is modelled, a divisor of ``block_tokens``: the end of
-            a prompt that is cached as a whole is computed again from its last full block on.
-        max_batched_tokens: tokens computed per step.
-        max_running: requests in the batch, at most ``max_batched_tokens``.
-    """
-
-    num_blocks: int
-    block_tokens: int
-    engine_block_tokens: int
-    max_batched_tokens: int = 8192
-    max_running: int = 256
+from sim.tiers import NO_RELOAD, TierChange, TierStack
 
 
 class BatchWorker:
@@ -88,24 +30,39 @@ class BatchWorker:
     Args:
         limits: its size.
         profile: its speed.
+        tiers: what lies below HBM; nothing by default.
+        eviction: what goes first when HBM is full.
 
     Attributes:
+        number: which worker it is.
         waiting: requests in line.
         running: requests admitted, in the order of their admission.
         steps: decode steps so far.
         ends_at: when the present run of steps ends; infinite while nothing runs.
         preemptions: requests preempted so far.
+        evictions: blocks evicted from HBM so far.
     """
 
-    def __init__(self, limits: BatchLimits, profile: Profile) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        profile: Profile,
+        tiers: TierStack | None = None,
+        eviction: EvictionSettings | None = None,
+    ) -> None:
         self.limits = limits
         self.profile = profile
-        self.cache = BlockCache(limits.num_blocks, limits.block_tokens)
+        self.tiers = tiers if tiers is not None and tiers.stores else None
+        self.number = tiers.worker if tiers is not None else 0
+        self._eviction = eviction or EvictionSettings()
+        self.cache = self._empty_cache()
         self.waiting: deque[Job] = deque()
         self.running: dict[Job, None] = {}
         self.steps = 0
         self.ends_at = inf
         self.preemptions = 0
+        self.evictions = 0
+        self._now = 0.0
         self._admissions = 0
         self._prefills: list[Job] = []  # admitted, not all computed; in the order of admission
         self._changes: list[tuple[int, int, Job]] = []  # step up to which a decoding request needs nothing, its order
@@ -122,12 +79,46 @@ class BatchWorker:
         """Return whether a request of so many tokens, answer included, can ever be served."""
         return ceil(tokens / self.limits.block_tokens) < self.limits.num_blocks
 
-    def add(self, job: Job) -> None:
-        """Queue a request."""
+    def add(self, job: Job, now: float) -> None:
+        """Queue a request; while it waits, what it needs from slow tiers is brought closer."""
+        if self.tiers is not None and self.running:
+            hit, _ = self.lookup(job.chain, job.prompt_tokens)
+            self.tiers.prefetch(job.chain.hashes, len(hit), now)
         self.waiting.append(job)
+
+    def wake_at(self) -> float:
+        """Return when the next reload ends, for a worker that had nothing to start; infinite: there is none."""
+        return min((job.ready_at for job in self._prefills), default=inf)
+
+    def take_changes(self) -> list[TierChange]:
+        """Return how the contents of all tiers have changed since the last call.
+
+        Of equal blocks in HBM it is the last that counts.
+        """
+        changes: list[TierChange] = []
+        removed: list[int] = []
+        for event in self.cache.take_events():
+            if isinstance(event, BlockRemoved):
+                self.evictions += 1
+                if event.hash not in self.cache:
+                    removed.append(event.hash)
+            elif isinstance(event, BlocksStored):
+                if removed:
+                    changes.append(TierChange(self.number, Tier.HBM, removed, stored=False))
+                    removed = []
+                changes.append(TierChange(self.number, Tier.HBM, event.hashes, stored=True))
+        if removed:
+            changes.append(TierChange(self.number, Tier.HBM, removed, stored=False))
+        if self.tiers is not None:
+            for change in changes:
+                if not change.stored:
+                    self.tiers.evicted(change.hashes, self._now)
+            changes += self.tiers.take_changes()
+        return changes
 
     def start(self, now: float) -> bool:
         """Begin the next run of steps at ``now``; False when there is nothing to compute."""
+        self._now = self.cache.free.now = now
         preemptions = self.preemptions
         self._grow_decodes()
         budget = self._continue_prefills(self.limits.max_batched_tokens - self._decodes)
@@ -141,6 +132,9 @@ class BatchWorker:
         # a step that preempts admits nobody: the next one does
         self._run_steps = max(1, self._changes[0][0] - self.steps) if settled and not self._chunks else 1
         self.ends_at = now + self._seconds(self._run_steps)
+        for job in self._prefills:
+            if now < job.ready_at < self.ends_at:
+                self.cut(job.ready_at)
         return True
 
     def cut(self, now: float) -> None:
@@ -164,6 +158,7 @@ class BatchWorker:
             Requests whose first token came with it, and requests that are done; their blocks are free.
         """
         self.ends_at = inf
+        self._now = self.cache.free.now = now
         first: list[Job] = []
         done: list[Job] = []
         if self._decodes:
@@ -197,8 +192,7 @@ class BatchWorker:
     def abandon(self) -> list[Job]:
         """The process is gone: return the requests it had, and forget everything."""
         lost = [*self.running, *self.waiting]
-        limits = self.limits
-        self.cache = BlockCache(limits.num_blocks, limits.block_tokens)
+        self.cache = self._empty_cache()
         self.waiting.clear()
         self.running.clear()
         for rest in (self._prefills, self._changes, self._due, self._chunks):
@@ -206,6 +200,11 @@ class BatchWorker:
         self._decodes = self._context = self._run_steps = 0
         self.ends_at = inf
         return lost
+
+    def _empty_cache(self) -> BlockCache:
+        limits = self.limits
+        queue = make_queue(self._eviction, self.profile, limits.num_blocks, limits.block_tokens)
+        return BlockCache(limits.num_blocks, limits.block_tokens, free=queue)
 
     def _seconds(self, steps: int) -> float:
         return steps * self._first_s + self._growth_s * (steps * (steps - 1) / 2)
@@ -253,6 +252,8 @@ class BatchWorker:
     def _continue_prefills(self, budget: int) -> int:
         """Compute more of the prompts that were begun; return what is left of the step's budget."""
         for job in list(self._prefills):
+            if job.ready_at > self._now:
+                continue
             new = min(job.prompt_tokens + job.generated - job.computed, budget)
             if new <= 0 or job.order < 0 or not self._grow(job, job.computed + new):
                 break
@@ -280,20 +281,24 @@ class BatchWorker:
         full = len(job.chain.hashes) if tokens >= job.named_tokens else tokens // self.limits.block_tokens
         if full > job.committed:
             self.cache.commit(job.chain, job.blocks, job.committed, full)
+            if self.tiers is not None:
+                self.tiers.computed(job.chain.hashes[job.committed : full], self._now)
             job.committed = full
 
     def _preempt(self, job: Job) -> None:
         self._leave(job)
         job.computed = job.committed = 0
+        job.ready_at = 0.0
+        job.received = False
         job.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(job)
 
     def _end(self, job: Job, done: list[Job]) -> None:
-        self._leave(job)
+        self._leave(job, self._now + job.pin_s)
         done.append(job)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: Job, pin_until: float = 0.0) -> None:
         """Take a request out of the batch; its blocks are free."""
         del self.running[job]
         if job.decoding:
@@ -304,46 +309,66 @@ class BatchWorker:
         elif job in self._prefills:
             self._prefills.remove(job)
         job.order = -1
-        self.cache.release(job.blocks)
+        if self.tiers is not None:
+            self.tiers.touch(job.chain.hashes[: job.committed])
+        self.cache.release(job.blocks, pin_until)
         job.blocks = []
 
     def _admit_waiting(self, now: float, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
             job = self.waiting[0]
             new = self._admit(job, now, budget)
-            if not new:
+            if new is None:
                 break
             self.waiting.popleft()
             self._admissions += 1
             job.order = self._admissions
             self.running[job] = None
             self._prefills.append(job)
-            self._chunks.append((job, new))
-            budget -= new
+            if new:
+                self._chunks.append((job, new))
+                budget -= new
 
-    def _admit(self, job: Job, now: float, budget: int) -> int:
-        """Give a waiting request its cached prefix and a first chunk; 0 if all its tokens so far do not fit."""
+    def _admit(self, job: Job, now: float, budget: int) -> int | None:
+        """Give a waiting request its cached prefix and, unless that has to be reloaded first, a first chunk.
+
+        Returns:
+            Tokens of the chunk; None if all the request's tokens so far do not fit.
+        """
         size = self.limits.block_tokens
         tokens = job.prompt_tokens + job.generated
         hit, held = self.lookup(job.chain, tokens)
         if not self.cache.fits(hit, ceil(tokens / size) - len(hit)):
-            return 0
-        new = min(tokens - held, budget)
+            return None
+        reload = NO_RELOAD
+        in_hbm = held
+        if job.received:
+            held = tokens - 1
+        elif self.tiers is not None:
+            reload = self.tiers.plan(job.chain.hashes, len(hit), self._usable_blocks(tokens), tokens, now)
+            held = min(held + reload.blocks * size, self._usable(tokens)) if reload.runs else held
+        reloading = reload.ready_at > now
+        new = 0 if reloading else min(tokens - held, budget)
         job.blocks = self.cache.allocate(ceil((held + new) / size) - len(hit), hit)
         job.computed = held
         job.committed = len(hit)
-        self._commit(job, held + new)
+        job.ready_at = reload.ready_at
+        if not reloading:
+            self._commit(job, held + new)
         if job.started_at < 0:
             job.started_at = now
-            job.hit_tokens[Tier.HBM] = held
+            if not job.received:
+                job.count_hits(in_hbm, held, reload.runs, size)
         return new
 
     def lookup(self, chain: BlockChain, tokens: int) -> tuple[Hit, int]:
-        """Return what HBM holds of a request's first ``tokens`` tokens, as blocks and as tokens not to be computed.
+        """Return what HBM holds of a request's first ``tokens`` tokens, as blocks and as tokens not to be computed."""
+        hit = self.cache.lookup(chain, self._usable_blocks(tokens))
+        return hit, min(len(hit) * self.limits.block_tokens, self._usable(tokens))
 
-        The last token always is computed, and with it its block of the engine.
-        """
-        limit = self.limits.engine_block_tokens
-        usable = (tokens - 1) // limit * limit
-        hit = self.cache.lookup(chain, ceil(usable / self.limits.block_tokens))
-        return hit, min(len(hit) * self.limits.block_tokens, usable)
+    def _usable(self, tokens: int) -> int:
+        """Return how many tokens a cache can spare a request: the last one is computed, and with it its block."""
+        return (tokens - 1) // self.limits.engine_block_tokens * self.limits.engine_block_tokens
+
+    def _usable_blocks(self, tokens: int) -> int:
+        return ceil(self._usable(tokens) / self.limits.block_tokens)

@@ -17,14 +17,16 @@ from typing import Any
 import numpy as np
 
 from policies.base import N_TIERS
-from sim.batch import BatchLimits, BatchWorker, Job
-from sim.cache import BlockChain, BlockRemoved, BlocksStored, CacheEvent
+from sim.batch import BatchWorker
+from sim.cache import BlockChain
 from sim.fleet import FleetSettings
 from sim.index import FleetIndex
+from sim.jobs import BatchLimits, Job
 from sim.requests import Trace, named_tokens
 from sim.results import SimResult
 from sim.router import Dispatch, Router, make_policy
 from sim.sampling import Samples
+from sim.tiers import TierChange, make_stacks
 
 Progress = Callable[[int, int], None]
 """Called now and then with the requests answered so far, and all of them."""
@@ -104,7 +106,9 @@ class _Simulation:
         self.limits = BatchLimits(
             fleet.capacity_tokens // size + 1, size, fleet.block_tokens, fleet.max_batched_tokens, fleet.max_running
         )
-        self.workers = [BatchWorker(self.limits, fleet.speed) for _ in range(fleet.workers)]
+        self.workers = [
+            BatchWorker(self.limits, fleet.speed, tiers, fleet.eviction) for tiers in make_stacks(fleet, size)
+        ]
         self.up = list(range(fleet.workers))
         gateway = fleet.gateway
         self.index = FleetIndex(fleet.workers)
@@ -120,7 +124,6 @@ class _Simulation:
         self.now = 0.0
         self.live: dict[int, _Live] = {}
         self.done = 0
-        self.evictions = 0
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._numbers = count()
         self._next_of: dict[int, int] = _next_turns(trace) if trace.closed_loop else {}
@@ -178,10 +181,11 @@ class _Simulation:
             request.prompt_tokens,
             request.output_tokens,
             named_tokens(request, size),
+            pin_s=self.settings.eviction.tool_ttl_s if request.tool_call else 0.0,
         )
         self.live[number] = _Live(job, replica, dispatch)
         worker = self.workers[dispatch.worker]
-        worker.add(job)
+        worker.add(job, self.now)
         if worker.ends_at == inf:
             self._start(dispatch.worker)
         else:
@@ -194,8 +198,13 @@ class _Simulation:
         worker = self.workers[row]
         if worker.start(self.now):
             self.at(worker.ends_at, self._run_ended, row)
-        if events := worker.cache.take_events():
-            self._publish(row, events)
+        elif (wake_at := worker.wake_at()) < inf:
+            self.at(wake_at, self._wake, row)
+        self._publish(worker.take_changes())
+
+    def _wake(self, row: int) -> None:
+        if self.workers[row].ends_at == inf:
+            self._start(row)
 
     def _run_ended(self, row: int) -> None:
         worker = self.workers[row]
@@ -240,32 +249,22 @@ class _Simulation:
             if other != replica:
                 self.at(self.now + lag, news, router)
 
-    def _publish(self, row: int, events: list[CacheEvent]) -> None:
-        """Let the gateways know, in time, how a cache has changed; of equal blocks it is the last that counts."""
-        cache = self.workers[row].cache
-        changes: list[BlocksStored | BlockRemoved] = []
-        for event in events:
-            if isinstance(event, BlocksStored):
-                changes.append(event)
-            elif isinstance(event, BlockRemoved):
-                self.evictions += 1
-                if event.hash not in cache:
-                    changes.append(event)
-        lag = self.settings.gateway.event_lag_s
-        if self.settings.gateway.approximate:
+    def _publish(self, changes: list[TierChange]) -> None:
+        """Let the gateways know, in time, how caches have changed."""
+        gateway = self.settings.gateway
+        if not changes or gateway.approximate:
             return
-        if lag:
-            self.at(self.now + lag, self._learn, (row, changes))
+        if gateway.event_lag_s:
+            self.at(self.now + gateway.event_lag_s, self._learn, changes)
         else:
-            self._learn((row, changes))
+            self._learn(changes)
 
-    def _learn(self, news: tuple[int, list[BlocksStored | BlockRemoved]]) -> None:
-        row, changes = news
+    def _learn(self, changes: list[TierChange]) -> None:
         for change in changes:
-            if isinstance(change, BlocksStored):
-                self.index.store(row, change.hashes, change.tier)
+            if change.stored:
+                self.index.store(change.worker, change.hashes, change.tier)
             else:
-                self.index.remove(row, change.hash, change.tier)
+                self.index.remove(change.worker, change.hashes, change.tier)
 
     def _observe(self, until: float) -> None:
         """Take the samples and scrapes that are due before ``until``; nothing has changed since the last event."""
@@ -299,7 +298,7 @@ class _Simulation:
             **self._samples.arrays(),
             counters={
                 "preemptions": float(sum(worker.preemptions for worker in self.workers)),
-                "evictions": float(self.evictions),
+                "evictions": float(sum(worker.evictions for worker in self.workers)),
             },
             duration_s=float(finished.max(initial=0.0) - np.nanmin(self.arrival_s)) if len(finished) else 0.0,
         )

@@ -10,6 +10,7 @@ from policies.base import Tier
 from sim.profiles import LINKS, Profile, find_profile
 
 EvictionName = Literal["lru", "radix", "cost", "salience"]
+OffloadName = Literal["store", "evict"]
 EVICTIONS: Final[tuple[EvictionName, ...]] = ("lru", "radix", "cost", "salience")
 
 
@@ -20,7 +21,7 @@ class TierSettings:
     Attributes:
         name: what reports call it: ``host``, ``cxl``, ``nvme``, ``pool`` …
         tier: how the gateway sees it; CXL memory is host memory to a router.
-        capacity_tokens: tokens it holds, uncompressed.
+        capacity_tokens: tokens it would hold without compression.
         read_bytes_per_s: effective bandwidth towards HBM, of one worker (of all together for a shared tier).
         write_bytes_per_s: the same away from HBM.
         latency_s: seconds before the first byte.
@@ -146,6 +147,9 @@ class FleetSettings:
         max_batched_tokens: tokens computed per engine step; at least ``max_running``.
         max_running: requests in one batch.
         tiers: tiers below HBM, fastest first.
+        offload: when blocks are copied to the first tier below HBM: ``store``: as they are computed (vLLM);
+            ``evict``: when they are about to leave HBM. What a link cannot take in time is not copied.
+        prefetch: bring what a waiting request will need from slower tiers into the first one.
         layers: transformer layers: a reload overlaps with the prefill behind it layer by layer; 1: not at all.
         eviction: what goes first when HBM is full.
         gateway: what the gateway does not know.
@@ -159,6 +163,8 @@ class FleetSettings:
     max_batched_tokens: int = 8192
     max_running: int = 256
     tiers: tuple[TierSettings, ...] = ()
+    offload: OffloadName = "store"
+    prefetch: bool = True
     layers: int = 80
     eviction: EvictionSettings = field(default_factory=EvictionSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
@@ -175,6 +181,8 @@ class FleetSettings:
             )
         if not 0 < self.sample_s < inf:
             raise ValueError(f"fleet: sample_s must be above 0 and finite, not {self.sample_s}")
+        if self.offload not in ("store", "evict"):
+            raise ValueError(f"fleet: offload must be 'store' or 'evict', not {self.offload!r}")
         order = [tier.tier for tier in self.tiers]
         if order != sorted(order):
             raise ValueError("fleet: tiers must be listed fastest first: HOST, DISK, REMOTE")

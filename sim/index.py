@@ -5,11 +5,13 @@ A mask holds four bits per worker, one per tier. Prompts on their way count as h
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from policies.base import N_TIERS, Residency, Tier
+from policies.recency import PrefixLru
+from sim.tiers import EVERYONE
 
 
 class FleetIndex:
@@ -23,19 +25,23 @@ class FleetIndex:
         self._masks: dict[int, int] = {}
         self._hbm_bits = sum(1 << N_TIERS * worker for worker in range(workers))
 
-    def store(self, worker: int, chunks: Sequence[int], tier: Tier) -> None:
-        """A worker holds these chunks in a tier."""
-        bit, masks = 1 << N_TIERS * worker + tier, self._masks
-        for chunk in chunks:
-            masks[chunk] = masks.get(chunk, 0) | bit
+    def _bits(self, worker: int, tier: Tier) -> int:
+        return (self._hbm_bits if worker == EVERYONE else 1 << N_TIERS * worker) << tier
 
-    def remove(self, worker: int, chunk: int, tier: Tier) -> None:
-        """A worker holds a chunk in a tier no more."""
-        mask = self._masks.get(chunk, 0) & ~(1 << N_TIERS * worker + tier)
-        if mask:
-            self._masks[chunk] = mask
-        else:
-            self._masks.pop(chunk, None)
+    def store(self, worker: int, chunks: Sequence[int], tier: Tier) -> None:
+        """A worker, or everyone, holds these chunks in a tier."""
+        bits, masks = self._bits(worker, tier), self._masks
+        for chunk in chunks:
+            masks[chunk] = masks.get(chunk, 0) | bits
+
+    def remove(self, worker: int, chunks: Sequence[int], tier: Tier) -> None:
+        """A worker, or everyone, holds these chunks in a tier no more."""
+        kept, masks = ~self._bits(worker, tier), self._masks
+        for chunk in chunks:
+            if mask := masks.get(chunk, 0) & kept:
+                masks[chunk] = mask
+            else:
+                masks.pop(chunk, None)
 
     def clear(self, worker: int, tiers: Sequence[Tier] = tuple(Tier)) -> None:
         """A worker has lost everything that it held in these tiers."""
@@ -156,23 +162,24 @@ class ApproximateCaches:
 
     Args:
         index: where it is written.
-        capacity: chunks that a worker's HBM holds.
+        capacity: tokens that a worker's HBM holds.
+        chunk_tokens: tokens per chunk.
     """
 
-    def __init__(self, index: FleetIndex, capacity: int) -> None:
+    def __init__(self, index: FleetIndex, capacity: int, chunk_tokens: int) -> None:
         self._index = index
         self._capacity = capacity
-        self._caches: dict[int, OrderedDict[int, None]] = {}
+        self._chunk_tokens = chunk_tokens
+        self._caches: dict[int, PrefixLru[int]] = {}
 
-    def sent(self, worker: int, chunks: Sequence[int]) -> None:
-        """A worker has prefilled a prompt; its last chunk grows old first."""
-        cache = self._caches.setdefault(worker, OrderedDict())
-        self._index.store(worker, [chunk for chunk in chunks if chunk not in cache], Tier.HBM)
-        for chunk in reversed(chunks):
-            cache[chunk] = None
-            cache.move_to_end(chunk)
-        while len(cache) > self._capacity:
-            self._index.remove(worker, cache.popitem(last=False)[0], Tier.HBM)
+    def ended(self, worker: int, chunks: Sequence[int], tokens: int) -> None:
+        """A worker has served a prompt of these whole chunks; prompt and answer have so many tokens."""
+        cache = self._caches.get(worker)
+        if cache is None:
+            cache = self._caches[worker] = PrefixLru(self._chunk_tokens)
+        new, gone = cache.ended(chunks, tokens - len(chunks) * self._chunk_tokens, self._capacity)
+        self._index.store(worker, new, Tier.HBM)
+        self._index.remove(worker, [chunk for chunk, _ in gone], Tier.HBM)
 
     def clear(self, worker: int) -> None:
         """The worker has begun anew."""

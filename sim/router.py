@@ -75,6 +75,7 @@ class Dispatch:
     flight: Flight
     sent: Sent
     expected_hit_tokens: int
+    tokens: int  # prompt and answer together
 
 
 class Router:
@@ -97,7 +98,7 @@ class Router:
         self._block_tokens = block_tokens
         self._approximate: ApproximateCaches | None = None
         if settings.gateway.approximate:
-            self._approximate = ApproximateCaches(index, settings.capacity_tokens // block_tokens)
+            self._approximate = ApproximateCaches(index, settings.capacity_tokens, block_tokens)
         self._everyone = tuple(range(settings.workers))
         self._versions: dict[tuple[int, ...], int] = {}
         self._mirrored: dict[int, Flight] = {}
@@ -116,20 +117,20 @@ class Router:
         hit = min(residency.hit(decision.worker), prompt)
         new = max(1, prompt - hit)
         flight = self.ledger.dispatch(worker, prompt, new, self._profile.ttft_s(new, hit), now)
-        return Dispatch(worker, flight, self.speculations.add(worker, chunks), decision.expected_hit_tokens)
+        sent = self.speculations.add(worker, chunks)
+        return Dispatch(worker, flight, sent, decision.expected_hit_tokens, prompt + request.output_tokens)
 
     def first_byte(self, dispatch: Dispatch, now: float) -> None:
         """The worker answers."""
         self.ledger.first_byte(dispatch.flight, now)
-        if self._approximate is not None:
-            self._approximate.sent(dispatch.worker, dispatch.sent.chunks)
-            self.speculations.forget(dispatch.sent)
-        else:
+        if self._approximate is None:
             self.speculations.settle(dispatch.sent, now)
 
     def end(self, dispatch: Dispatch, now: float) -> None:
         """The request is no longer on its worker."""
-        if not dispatch.flight.decoding:
+        if self._approximate is not None and dispatch.flight.decoding:
+            self._approximate.ended(dispatch.worker, dispatch.sent.chunks, dispatch.tokens)
+        if self._approximate is not None or not dispatch.flight.decoding:
             self.speculations.forget(dispatch.sent)
         self.ledger.end(dispatch.flight, now)
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.batch import BatchLimits, BatchWorker, Job
+from sim.batch import BatchWorker
 from sim.cache import BlockChain, CacheEvent, hash_blocks
+from sim.jobs import BatchLimits, Job
 from sim.profiles import find_profile
 from sim.worker import Request, Worker, WorkerLimits
 
@@ -75,11 +76,11 @@ def run_by_run(arrivals: list[tuple[float, tuple[int, int, int]]]) -> tuple[list
     now, busy = 0.0, False
     while coming or worker.waiting or worker.running:
         while coming and coming[0][0] <= now:
-            worker.add(coming.pop(0)[1])
+            worker.add(coming.pop(0)[1], now)
         busy = busy or worker.start(now)
         if coming and coming[0][0] < worker.ends_at:
             now = coming[0][0]
-            worker.add(coming.pop(0)[1])
+            worker.add(coming.pop(0)[1], now)
             worker.cut(now)
             continue
         now = worker.ends_at
