@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from gateway import __version__
+from sim.commands import sim_app
 from sim.plan_commands import plan_app
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(sim_app, name="sim")
 app.add_typer(plan_app, name="plan")
 
 ConfigOption = Annotated[

@@ -1,0 +1,174 @@
+"""From words to what is simulated: traffic by path or name, a fleet by YAML file and flags, policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from policies.base import Tier, create_policy
+from sim.fleet import FleetSettings, host_tier
+from sim.generators import GENERATORS, generator
+from sim.requests import Trace
+from sim.scaling import scale_load, scale_working_set, subset
+from sim.trace import read_trace
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Which requests, and how they are scaled.
+
+    Attributes:
+        source: path of a trace, or ``name:key=value,…`` of a generator.
+        load: times as many requests per second.
+        working_set: times as large a working set at the same rate.
+        share: part of the conversations, 0..1.
+        first: so many requests, 0 for all.
+        closed_loop: None as the trace says.
+        spread_s: see ``read_trace``.
+    """
+
+    source: str
+    load: float = 1.0
+    working_set: float = 1.0
+    share: float = 1.0
+    first: int = 0
+    closed_loop: bool | None = None
+    spread_s: float = 3600.0
+
+    def trace(self, seed: int) -> Trace:
+        """Read or make the requests.
+
+        Raises:
+            ValueError: there is no such traffic, or it cannot be scaled so.
+        """
+        name = self.source.partition(":")[0]
+        if Path(self.source).exists() or (name not in GENERATORS and _looks_like_a_path(self.source)):
+            trace = read_trace(Path(self.source), closed_loop=self.closed_loop, spread_s=self.spread_s, seed=seed)
+        else:
+            trace = generator(self.source).trace(seed)
+            if self.closed_loop is not None:
+                if self.closed_loop and not trace.closed_loop:
+                    raise ValueError(f"{name}: the traffic has no sessions; it runs in an open loop only")
+                trace.closed_loop = self.closed_loop
+        if self.share != 1 or self.first:
+            trace = subset(trace, self.share, self.first, seed)
+        if self.working_set != 1:
+            trace = scale_working_set(trace, self.working_set, seed)
+        return scale_load(trace, self.load) if self.load != 1 else trace
+
+
+def _looks_like_a_path(source: str) -> bool:
+    return "/" in source or "." in source.partition(":")[0]
+
+
+def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
+    """Return the fleet of a YAML file, with flags that were given in place of its values.
+
+    Args:
+        path: mapping with the fields of ``FleetSettings``; tiers name theirs ``host``, ``disk`` or ``remote``.
+        flags: fields of ``FleetSettings``, None where not given; ``host_tokens`` adds host memory.
+
+    Raises:
+        ValueError: the file cannot be read, a key is not known, or a value is out of range.
+    """
+    raw = _read_yaml(path) if path is not None else {}
+    host_tokens = flags.pop("host_tokens", None)
+    given = {name: value for name, value in flags.items() if value is not None}
+    where = f"{path}: " if path is not None else ""
+    _reject_unknown(raw, FleetSettings, where)
+    try:
+        fleet = msgspec.convert(_with_tier_numbers(raw) | given, FleetSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}{error}") from None
+    if host_tokens:
+        fleet = replace(fleet, tiers=(host_tier(fleet.speed, host_tokens), *fleet.tiers))
+    return fleet
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        raise ValueError(f"{path}:{line}: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML ({error})") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
+        raise ValueError(f"{path}:1: a fleet is a mapping, for instance `workers: 8`")
+    return raw
+
+
+def _reject_unknown(raw: Any, kind: type, where: str) -> None:
+    """Refuse keys that no field has: a fleet with a misspelt key would be another one than was meant."""
+    if not isinstance(raw, dict) or not is_dataclass(kind):
+        return
+    hints = msgspec.inspect.type_info(kind)
+    assert isinstance(hints, msgspec.inspect.DataclassType)
+    known = [field.name for field in fields(kind)]
+    for key in raw:
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where}unknown key {key!r}{hint} Keys: {', '.join(known)}.")
+    for field in hints.fields:
+        inner: Any = field.type
+        if isinstance(inner, msgspec.inspect.DataclassType):
+            _reject_unknown(raw.get(field.name), inner.cls, f"{where}{field.name}: ")
+        elif isinstance(inner, msgspec.inspect.VarTupleType) and isinstance(
+            inner.item_type, msgspec.inspect.DataclassType
+        ):
+            entries = raw.get(field.name)
+            for number, entry in enumerate(entries if isinstance(entries, list) else ()):
+                _reject_unknown(entry, inner.item_type.cls, f"{where}{field.name}[{number}]: ")
+
+
+def _with_tier_numbers(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping with the tiers' names as their numbers."""
+    tiers = raw.get("tiers")
+    if not isinstance(tiers, list):
+        return raw
+    numbers = {tier.name.lower(): tier.value for tier in Tier}
+    return raw | {
+        "tiers": [
+            entry | {"tier": numbers.get(str(entry.get("tier")).lower(), entry.get("tier"))}
+            if isinstance(entry, dict)
+            else entry
+            for entry in tiers
+        ]
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """A policy by name, with parameters; ``label`` is what the user wrote."""
+
+    label: str
+    name: str
+    params: Mapping[str, Any]
+
+
+def read_policy(words: str) -> PolicyChoice:
+    """Return the policy that ``name`` or ``name:key=value:key=value`` means.
+
+    Raises:
+        ValueError: it is not known, or does not accept a parameter.
+    """
+    name, *pairs = words.split(":")
+    params = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator:
+            raise ValueError(f"policy {words!r}: {pair!r} is not key=value")
+        params[key] = yaml.safe_load(value)
+    create_policy(name, params)
+    return PolicyChoice(words, name, params)

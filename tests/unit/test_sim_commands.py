@@ -1,0 +1,236 @@
+"""``kvway sim`` runs, compares, reports; what is wrong is one message and exit code 2, and no half-written file."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gateway.cli import app
+from sim.experiment import Case, cells, compare, parse_sweep, run_case
+from sim.fleet import FleetSettings
+from sim.output import write_whole
+from sim.report import frontier
+from sim.scaling import working_set_tokens
+from sim.scenario import Traffic, read_fleet, read_policy
+
+SMALL = "agents:sessions=6,turns=3,system_tokens=1000,task_tokens=1000"
+
+
+def kvway(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def answer(*words: object) -> dict[str, Any]:
+    result = kvway(*words, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_run_answers_every_request_and_says_what_it_costs() -> None:
+    found = answer("sim", "run", SMALL, "--workers", 2)
+    assert (found["requests"], found["answered"], found["workers"]) == (18, 18, 2)
+    assert found["policy"] == "expected-cost"
+    assert 0.3 < found["hit_rate"] < 1
+    # two workers of four GPUs, priced by the hour
+    cost = 2 * 4 * found["duration_s"] / 3600 * 2.5 / 18 * 1000
+    assert found["cost_per_1k_requests"] == pytest.approx(cost)
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    one, same, other = (
+        answer("sim", "run", SMALL, "--workers", 2, "--policy", "random", "--seed", seed) for seed in (1, 1, 2)
+    )
+    assert one == same
+    assert one["ttft_mean_s"] != other["ttft_mean_s"]
+
+
+def test_a_comparison_has_a_row_per_cell_and_policy() -> None:
+    words = ("sim", "compare", SMALL, "--policies", "round-robin,least-work", "--processes", 1)
+    found = answer(*words, "--sweep", "load=1,4", "--sweep", "workers=1,2", "--seeds", 2)
+    rows = found["rows"]
+    assert [(row["load"], row["workers"], row["policy"]) for row in rows] == [
+        (load, workers, policy) for load in (1, 4) for workers in (1, 2) for policy in ("round-robin", "least-work")
+    ]
+    assert all(row["seeds"] == 2 and row["errors"]["ttft_mean_s"] > 0 for row in rows)
+    slow, fast = (next(row for row in rows if row["load"] == load and row["workers"] == 1) for load in (4, 1))
+    assert slow["ttft_mean_s"] > fast["ttft_mean_s"]
+
+
+def test_processes_side_by_side_find_what_one_finds() -> None:
+    words = ("sim", "compare", SMALL, "--policies", "round-robin,random", "--workers", 2, "--seeds", 2)
+    assert answer(*words, "--processes", 1) == answer(*words, "--processes", 2)
+
+
+def test_ws_cap_sets_the_cache_by_the_working_set() -> None:
+    traffic = Traffic(SMALL)
+    case = Case(read_policy("round-robin"), traffic, FleetSettings(workers=2), {"ws_cap": 0.25}, 0, 1.0)
+    summary = run_case(case).summary
+    assert summary["capacity_tokens"] == round(working_set_tokens(traffic.trace(0)) / 0.25 / 2)
+    assert summary["ws_cap"] == 0.25
+
+
+def test_means_and_standard_errors_are_over_seeds() -> None:
+    policy, traffic, fleet = read_policy("random"), Traffic(SMALL), FleetSettings(workers=2)
+    outcomes = [run_case(Case(policy, traffic, fleet, {}, seed, 1.0)) for seed in range(3)]
+    [row] = compare(outcomes)
+    values = [float(outcome.summary["ttft_mean_s"]) for outcome in outcomes]
+    mean = sum(values) / 3
+    assert row["ttft_mean_s"] == pytest.approx(mean)
+    deviation = (sum((value - mean) ** 2 for value in values) / 2) ** 0.5
+    assert row["errors"]["ttft_mean_s"] == pytest.approx(deviation / 3**0.5)
+
+
+def test_a_report_is_one_page_that_refers_to_nothing_outside(tmp_path: Path) -> None:
+    page, figures = tmp_path / "report.html", tmp_path / "figures.json"
+    words = ("sim", "compare", SMALL, "--policies", "round-robin,least-work", "--processes", 1)
+    result = kvway(*words, "--sweep", "workers=1,2", "--report", page, "--save", figures)
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    plots = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles == [
+        "Time to first token",
+        "Hit rate by tier",
+        "Load per worker",
+        "Cost against time to first token",
+        "Time to first token over workers",
+    ]
+    assert len(plots) == 5
+    for plot in plots:
+        ET.fromstring(plot)
+        assert "round-robin" in plot
+    outside = [link for link in re.findall(r'(?:href|src)="([^"]*)"', text) if not link.startswith(("#", "data:"))]
+    assert outside == []
+    assert "<script" not in text
+    assert "@import" not in text
+    assert len(json.loads(figures.read_text())["rows"]) == 4
+
+
+def test_names_in_a_report_are_escaped(tmp_path: Path) -> None:
+    trace = tmp_path / "<b>&.jsonl"
+    trace.write_text('{"timestamp":0,"input_length":600,"output_length":2,"hash_ids":[1,2]}\n')
+    page = tmp_path / "report.html"
+    result = kvway("sim", "run", trace, "--report", page)
+    assert result.exit_code == 0, result.output
+    assert "<b>&" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
+        (("run", "agent"), "Did you mean 'agents'"),
+        (("run", SMALL, "--policy", "expected-costs"), "Did you mean 'expected-cost'"),
+        (("run", SMALL, "--policy", "random:sed=1"), "sed"),
+        (("run", SMALL, "--policy", "random:seed"), "not key=value"),
+        (("run", SMALL, "--profile", "llama-3.1-70b/h100/3"), "unknown profile"),
+        (("run", SMALL, "--capacity", 2048), "raise capacity_tokens"),
+        (("run", SMALL, "--load", 0), "load must be above 0"),
+        (("run", SMALL, "--ws", -1), "ws must be above 0"),
+        (("run", SMALL, "--share", 2), "share must be"),
+        (("run", "rag:requests=3", "--closed-loop"), "open loop only"),
+        (("run", SMALL, "--report", "nowhere/report.html"), "folder nowhere does not exist"),
+        (("compare", SMALL, "--policies", ","), "names none"),
+        (("compare", SMALL, "--policies", "round-robin,rounds"), "unknown policy"),
+        (("compare", SMALL, "--sweep", "speed=1"), "can sweep load, ws_cap, workers"),
+        (("compare", SMALL, "--sweep", "load=1,x"), "numbers above 0"),
+        (("compare", SMALL, "--sweep", "workers=1.5"), "whole numbers"),
+        (("compare", SMALL, "--sweep", "load=1", "--sweep", "load=2"), "each key once"),
+        (("compare", SMALL, "--sweep", "ws_cap=100", "--workers", 1), "at ws_cap 100: "),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_one_message(words: tuple[object, ...], said: str) -> None:
+    result = kvway("sim", *words)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_bad_trace_is_named_with_its_line(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp":0,"input_length":600,"output_length":2,"hash_ids":[1,2]}\n{"timestamp":0}\n')
+    page = tmp_path / "report.html"
+    result = kvway("sim", "run", trace, "--report", page)
+    assert result.exit_code == 2
+    assert f"{trace}:2: " in result.output
+    assert not page.exists()
+
+
+FLEET = """
+workers: 3
+profile: llama-3.1-8b/h100/1
+tiers:
+  - {name: host, tier: host, capacity_tokens: 1000000, read_bytes_per_s: 45.0e9, write_bytes_per_s: 45.0e9}
+eviction: {rule: lru}
+gateway: {event_lag_s: 0.05}
+"""
+
+
+def test_a_fleet_is_read_from_yaml_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(FLEET)
+    fleet = read_fleet(file, workers=5, profile=None, host_tokens=None)
+    assert (fleet.workers, fleet.profile, fleet.gateway.event_lag_s) == (5, "llama-3.1-8b/h100/1", 0.05)
+    assert [(tier.name, tier.tier.name, tier.capacity_tokens) for tier in fleet.tiers] == [("host", "HOST", 1_000_000)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("workers: [", "fleet.yaml:1: "),
+        ("workers: 2\n  x: 3", "fleet.yaml:2: "),
+        ("- workers", "a fleet is a mapping"),
+        ("worker: 3", "did you mean 'workers'"),
+        ("gateway: {event_lag: 1}", "gateway: unknown key 'event_lag'"),
+        ("tiers: [{name: a, tiers: host}]", r"tiers\[0\]: unknown key 'tiers'"),
+        ("workers: many", "workers"),
+        ("workers: 0", "workers must be at least 1"),
+        ("eviction: {rule: mru}", "rule"),
+        (FLEET.replace("tier: host", "tier: attic"), "tier"),
+    ],
+)
+def test_a_fleet_that_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=said) as raised:
+        read_fleet(file)
+    assert str(file) in str(raised.value)
+
+
+def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "report.html"
+    write_whole(file, b"before")
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(ValueError, match="No space left"):
+        write_whole(file, b"after")
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+    assert file.read_bytes() == b"before"
+
+
+def test_the_frontier_keeps_what_nothing_betters() -> None:
+    assert frontier([(3, 1), (1, 5), (2, 5), (2, 3), (4, 1)]) == [(1, 5), (2, 3), (3, 1)]
+
+
+def test_sweeps_are_combined() -> None:
+    swept = cells([parse_sweep("load=1,2"), parse_sweep("workers=4")])
+    assert swept == [{"load": 1, "workers": 4}, {"load": 2, "workers": 4}]
+    assert cells([]) == [{}]
+
+
+def test_the_comparison_fits_eighty_columns() -> None:
+    words = ("sim", "compare", SMALL, "--policies", "expected-cost,least-requests", "--processes", 1)
+    result = kvway(*words, "--sweep", "ws_cap=0.25", "--sweep", "workers=2", "--sweep", "load=1")
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "expected-cost" in result.stdout
