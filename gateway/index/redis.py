@@ -99,6 +99,7 @@ class RedisIndex:
 
     def learn_owners(self) -> None:
         """Learn soon who has which slot: one is heard of that ``is_others`` does not know."""
+        self._publisher.start()
         self._publisher.hear_soon()
 
     async def residency(self, chunks: Sequence[bytes], slots: Sequence[int], chunk_tokens: int) -> Residency:

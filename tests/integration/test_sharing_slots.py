@@ -1,0 +1,191 @@
+"""No replica takes a slot for a worker's that is another worker's by now."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from itertools import count
+
+import pytest
+import redis
+
+from gateway.config import IndexConfig, WorkerConfig
+from gateway.events.feeds import EventFeeds
+from gateway.fleet.registry import NO_SLOT, Registry, Worker
+from gateway.index.redis import RedisIndex
+from gateway.sharing.ownership import Ownership
+from gateway.sharing.store import Record
+from policies.base import Tier
+from policies.chunks import ChunkHasher
+from tests.events_rig import until
+from tests.residency import hits, prompt
+from tests.valkey import Valkey
+
+WORKERS = [f"worker-{number}" for number in range(6)]
+CHAINS = {name: prompt(3, seed) for seed, name in enumerate(WORKERS)}
+_namespaces = count()
+
+
+class Follower:
+    """A replica that follows workers: it claims slots, and each holds the chain of its worker."""
+
+    def __init__(self, config: IndexConfig) -> None:
+        self.index = RedisIndex(config)
+        self.slots: dict[str, int] = {}
+
+    async def follow(self, worker: str) -> int:
+        """Give ``worker`` a slot, and return its number in Redis."""
+        slot = self.slots[worker] = await self.index.acquire_slot(worker)
+        await self.index.store(slot, CHAINS[worker], Tier.HBM)
+        await self.index.flush()
+        return self.index.number(slot)
+
+    async def restart(self, worker: str) -> int:
+        """The worker has restarted: it has another slot."""
+        await self.index.release_slot(self.slots[worker])
+        return await self.follow(worker)
+
+
+class Reader:
+    """A replica that follows nobody, and knows of the others what it is told."""
+
+    def __init__(self, config: IndexConfig) -> None:
+        self.index = RedisIndex(config)
+        self.registry = Registry()
+        for name in WORKERS:
+            self.registry.add(Worker.from_config(WorkerConfig(url="http://127.0.0.1:1", name=name)))
+        feeds = EventFeeds(self.registry, self.index, ChunkHasher(4), follow_all=False)
+        self.ownership = Ownership("reader", self.registry, feeds, self.index)
+
+    async def told(self, numbers: Mapping[str, int]) -> None:
+        """Hear which slots the workers have, be it true or not."""
+        await self.ownership.take({name: Record("follower", number, 1.0) for name, number in numbers.items()})
+
+    async def takes_for(self, worker: str) -> set[str]:
+        """Return whose chains ``worker`` is believed to hold."""
+        slot = self.registry.workers[worker].slot
+        return {name for name, chain in CHAINS.items() if await hits(self.index, chain, [slot]) == [3]}
+
+    async def knows(self, worker: str) -> bool:
+        return await self.takes_for(worker) == {worker}
+
+
+@pytest.fixture
+async def config(valkey: Valkey) -> IndexConfig:
+    return IndexConfig(url=valkey.url, namespace=f"slots-{next(_namespaces)}", timeout_s=2)
+
+
+@pytest.fixture
+async def reader(config: IndexConfig) -> AsyncIterator[Reader]:
+    reader = Reader(config)
+    yield reader
+    await reader.index.close()
+
+
+@pytest.fixture
+async def follower(config: IndexConfig) -> AsyncIterator[Follower]:
+    follower = Follower(config)
+    yield follower
+    await follower.index.close()
+
+
+async def test_a_slot_is_shown_as_soon_as_redis_confirms_whose_it_is(follower: Follower, reader: Reader) -> None:
+    number = await follower.follow("worker-0")
+    await reader.told({"worker-0": number, "worker-1": number})
+    await until(lambda: reader.knows("worker-0"))
+    assert reader.registry.workers["worker-1"].slot == NO_SLOT
+
+
+async def test_a_slot_given_to_another_worker_is_no_longer_its_former_owners(
+    follower: Follower, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.index.redis_store.FREED_S", 0)
+    numbers = {"worker-0": await follower.follow("worker-0")}
+    await reader.told(numbers)
+    await until(lambda: reader.knows("worker-0"))
+    await follower.index.release_slot(follower.slots["worker-0"])
+    await follower.index.flush()
+    assert await follower.follow("worker-1") == numbers["worker-0"]
+    await until(lambda: reader.registry.workers["worker-0"].slot == NO_SLOT)
+    await reader.told(numbers)  # late news
+    assert await reader.takes_for("worker-0") == set()
+
+
+async def test_a_freed_slot_is_given_out_again_only_when_nobody_can_mistake_it(
+    follower: Follower, valkey: Valkey, config: IndexConfig
+) -> None:
+    number = await follower.follow("worker-0")
+    await follower.index.release_slot(follower.slots["worker-0"])
+    await follower.index.flush()
+    assert await follower.follow("worker-1") != number
+    with redis.Redis.from_url(valkey.url) as admin:
+        assert admin.zscore(f"{config.namespace}:{{slots}}:leases", str(number)) > admin.time()[0] * 1000 + 5000
+
+
+async def test_who_has_not_heard_of_owners_for_long_reads_nothing(
+    follower: Follower, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await reader.told({"worker-0": await follower.follow("worker-0")})
+    await until(lambda: reader.knows("worker-0"))
+    skipped = reader.index.counters.skipped
+    monkeypatch.setattr("gateway.index.redis.TRUST_S", 0)
+    assert await reader.takes_for("worker-0") == set()
+    assert reader.index.counters.skipped == skipped + len(WORKERS)
+    monkeypatch.undo()
+    await until(lambda: reader.knows("worker-0"))
+
+
+async def test_our_own_slots_are_not_taken_for_others_that_redis_calls_the_same(
+    config: IndexConfig, valkey: Valkey, follower: Follower, reader: Reader
+) -> None:
+    number = await follower.follow("worker-0")
+    own = await reader.index.acquire_slot("worker-5")
+    await reader.index.store(own, CHAINS["worker-5"], Tier.HBM)
+    with redis.Redis.from_url(valkey.url) as admin:  # ours is given away while we are cut off
+        admin.hset(f"{config.namespace}:{{slots}}:owners", str(own), "follower.9 worker-1")
+    await until(lambda: reader.index.number(own) not in (own, number))
+    await reader.told({"worker-0": number, "worker-1": own})
+    await until(lambda: reader.knows("worker-0"))
+    assert await reader.takes_for("worker-1") == set()
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_whatever_happens_no_worker_is_believed_to_hold_what_another_holds(
+    config: IndexConfig, valkey: Valkey, reader: Reader, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    # Times are a hundredth of what they are: slots are given out again all the time.
+    monkeypatch.setattr("gateway.index.redis_store.LEASE_S", 0.2)
+    monkeypatch.setattr("gateway.index.redis_store.FREED_S", 0.1)
+    monkeypatch.setattr("gateway.index.redis.TRUST_S", 0.05)
+    monkeypatch.setattr("gateway.index.publisher._RENEW_S", 0.02)
+    chance = random.Random(seed)
+    numbers: dict[str, int] = {}
+    followers = [Follower(config) for _ in range(2)]
+    told: dict[str, int] = {}
+    believed = 0
+    with redis.Redis.from_url(valkey.url) as admin:
+        for _ in range(150):
+            worker, which = chance.choice(WORKERS), chance.randrange(2)
+            action = chance.choices(["restart", "die", "flush", "tell", "wait"], [30, 3, 1, 30, 30])[0]
+            if action == "restart" and worker in followers[which].slots:
+                numbers[worker] = await followers[which].restart(worker)
+            elif action == "restart":
+                numbers[worker] = await followers[which].follow(worker)
+            elif action == "die":  # its slots stay behind
+                await followers[which].index.close()
+                followers[which] = Follower(config)
+            elif action == "flush":
+                admin.flushall()
+            elif action == "tell":
+                told |= chance.choice([numbers, {worker: numbers.get(worker, -1)}])
+                await reader.told(told)
+            else:
+                await asyncio.sleep(chance.choice([0.001, 0.03]))
+            for name in chance.sample(WORKERS, 2):
+                taken = await reader.takes_for(name)
+                assert taken <= {name}
+                believed += len(taken)
+    for follower in followers:
+        await follower.index.close()
+    assert believed > 20
