@@ -1,0 +1,71 @@
+"""What a worker's prefix cache holds, modelled from the requests it was given: least recently used goes first.
+
+As in the engines, a request's blocks grow old from its end, when it ends: the last chunk of a prompt goes first, and no
+chunk goes before those that need it. What is cached but can be named by nobody (the rest of a prompt behind its last
+whole chunk, and the answer) takes room all the same, and is older than the prompt before it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+Chunk = TypeVar("Chunk", bound=Hashable)
+
+
+class _Nameless:
+    """Tokens that take room and cannot be found again."""
+
+    __slots__ = ("tokens",)
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+
+class PrefixLru(Generic[Chunk]):
+    """The model of one worker's cache.
+
+    Args:
+        chunk_tokens: tokens per chunk.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._entries: OrderedDict[Chunk | _Nameless, Chunk | None] = OrderedDict()  # → the chain's first chunk
+        self._tokens = 0
+
+    def ended(
+        self, chunks: Sequence[Chunk], other_tokens: int, capacity_tokens: int
+    ) -> tuple[list[Chunk], list[tuple[Chunk, Chunk]]]:
+        """A request has ended on the worker.
+
+        Args:
+            chunks: its prompt's whole chunks, from the first.
+            other_tokens: tokens of the prompt behind them, and of the answer.
+            capacity_tokens: size of the worker's cache, now.
+
+        Returns:
+            The chunks that were not held before, and those that had to go, each with the first chunk of its chain.
+            A chunk of a prompt that does not fit is among both.
+        """
+        entries = self._entries
+        new = [chunk for chunk in chunks if chunk not in entries]
+        self._tokens += len(new) * self._chunk_tokens
+        if other_tokens > 0:
+            entries[_Nameless(other_tokens)] = None
+            self._tokens += other_tokens
+        for chunk in new:
+            entries[chunk] = chunks[0]
+        for chunk in reversed(chunks):
+            entries.move_to_end(chunk)
+        gone: list[tuple[Chunk, Chunk]] = []
+        while self._tokens > capacity_tokens and entries:
+            entry, root = entries.popitem(last=False)
+            if isinstance(entry, _Nameless):
+                self._tokens -= entry.tokens
+            else:
+                assert root is not None
+                self._tokens -= self._chunk_tokens
+                gone.append((entry, root))
+        return new, gone
