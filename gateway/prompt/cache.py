@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+
+class Cached(Protocol):
+    """What can be cached: it knows what it costs and whether it was used since eviction last saw it."""
+
+    cost: int
+    used: bool
 
 
 class Entry:
-    """Base of everything that is cached: it knows what it costs and whether it was used since eviction last saw it."""
+    """Base of what is cached."""
 
     __slots__ = ("cost", "used")
 
@@ -18,7 +25,7 @@ class Entry:
 
 
 K = TypeVar("K", bound=Hashable)
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=Cached)
 
 
 class ByteCache(Generic[K, E]):

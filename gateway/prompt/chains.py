@@ -11,35 +11,34 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Final
 
-from gateway.prompt.cache import ByteCache, Entry
+import msgspec
+
+from gateway.prompt.cache import ByteCache
 from gateway.prompt.segments import Segment
 from policies.chunks import DIGEST_BYTES, ChunkHasher
 
 _LINK_OVERHEAD: Final = 400  # bytes of Python objects per link
 _HASH_OVERHEAD: Final = 50  # and per hash
 
-_numbers = count()
 
-
-class Link(Entry):
-    """State of a chain.
+class Link(msgspec.Struct, gc=False):
+    """State of a chain. As there are many, the garbage collector is kept from walking them.
 
     Attributes:
         last: hash of the last whole chunk, or the chain's root.
         hashes: chunks that were completed by the segment of this link.
         tail: packed tokens after the last whole chunk.
+        cost: bytes of memory that it takes.
+        used: see ``cache.Cached``.
         number: names this link; never used for another one.
     """
 
-    __slots__ = ("hashes", "last", "number", "tail")
-
-    def __init__(self, last: bytes, hashes: list[bytes], tail: bytes) -> None:
-        self.cost = _LINK_OVERHEAD + len(hashes) * (DIGEST_BYTES + _HASH_OVERHEAD) + len(tail)
-        self.used = False
-        self.last = last
-        self.hashes = hashes
-        self.tail = tail
-        self.number = next(_numbers)
+    last: bytes
+    hashes: tuple[bytes, ...] = ()
+    tail: bytes = b""
+    cost: int = _LINK_OVERHEAD
+    used: bool = False
+    number: int = msgspec.field(default_factory=count().__next__)
 
 
 class Chains:
@@ -60,7 +59,7 @@ class Chains:
         key = (model, lora, cache_salt)
         link = self._roots.get(key)
         if link is None:
-            link = Link(self.hasher.root(model, lora, cache_salt), [], b"")
+            link = Link(self.hasher.root(model, lora, cache_salt))
             self._roots.put(key, link)
         return link
 
@@ -85,5 +84,8 @@ class Chains:
     def _extend(self, link: Link, segment: Segment) -> Link:
         tokens = link.tail + segment.ids
         hashes = self.hasher.chain(link.last, tokens)
-        rest = len(hashes) * self.hasher.chunk_bytes
-        return Link(hashes[-1] if hashes else link.last, hashes, tokens[rest:])
+        if not hashes:
+            return Link(link.last, (), tokens, _LINK_OVERHEAD + len(tokens))
+        tail = tokens[len(hashes) * self.hasher.chunk_bytes :]
+        cost = _LINK_OVERHEAD + len(hashes) * (DIGEST_BYTES + _HASH_OVERHEAD) + len(tail)
+        return Link(hashes[-1], tuple(hashes), tail, cost)

@@ -8,12 +8,14 @@ with such a token and keeps it, so that rules for the beginning of a text apply 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from itertools import combinations, count, pairwise
 from typing import Final
 
-from gateway.prompt.cache import ByteCache, Entry
+import msgspec
+
+from gateway.prompt.cache import ByteCache
 from gateway.prompt.plan import Pieces, whole
 from gateway.prompt.tokenizer import AddedToken, Encoder
 from gateway.tasks import spawn
@@ -21,28 +23,28 @@ from policies.chunks import TOKEN_BYTES
 
 _SEGMENT_OVERHEAD: Final = 300  # bytes of Python objects per cached segment
 
-_numbers = count()
 
-
-class Segment(Entry):
-    """Token ids of one segment of text.
+class Segment(msgspec.Struct, gc=False):
+    """Token ids of one segment of text. As there are many, the garbage collector is kept from walking them.
 
     Attributes:
         ids: packed little-endian u32.
+        cost: bytes of memory that it takes together with its text.
+        used: see ``cache.Cached``.
         number: names this segment; never used for another one.
     """
 
-    __slots__ = ("ids", "number")
-
-    def __init__(self, text: Pieces, ids: bytes) -> None:
-        pieces = (text,) if isinstance(text, str) else text
-        self.cost = sum(piece.__sizeof__() for piece in pieces) + len(ids) + _SEGMENT_OVERHEAD
-        self.used = False
-        self.ids = ids
-        self.number = next(_numbers)
+    ids: bytes
+    cost: int = 0
+    used: bool = False
+    number: int = msgspec.field(default_factory=count().__next__)
 
     def __len__(self) -> int:
         return len(self.ids) // TOKEN_BYTES
+
+
+_NONE: Final = Segment(b"")
+"""In place of a segment that is not known."""
 
 
 def is_certain(token: AddedToken, added: Iterable[AddedToken]) -> bool:
@@ -127,82 +129,68 @@ class SegmentCache:
         self.known: ByteCache[Pieces, Segment] = ByteCache(max_bytes)
         self._encoder = encoder
         self._executor = executor
-        self._pending: dict[Pieces, asyncio.Future[Segment]] = {}
-
-    def find(self, texts: Sequence[Pieces]) -> list[Segment] | None:
-        """Return the segments of ``texts`` if they are known or quick to encode; else None, see ``tokenize``."""
-        found, missing = self._look_up(texts)
-        if not missing:
-            return self._filled(texts, found, {})
-        strings = list(map(whole, missing))
-        if sum(map(len, strings)) > self._encoder.inline_chars:
-            return None
-        return self._filled(texts, found, self._keep(missing, self._encoder.encode(strings)))
+        self._pending: dict[Pieces, asyncio.Task[dict[Pieces, Segment]]] = {}
 
     async def get(self, texts: Sequence[Pieces]) -> list[Segment]:
-        """Return the segments of ``texts``, at once if possible."""
-        found = self.find(texts)
-        return await self.tokenize(texts) if found is None else found
-
-    async def tokenize(self, texts: Sequence[Pieces]) -> list[Segment]:
-        """Return the segments of ``texts``; what is not known is encoded in a thread, once for all who wait for it."""
+        """Return the segments of ``texts``: without suspending if all are known, or quick to encode."""
         found, missing = self._look_up(texts)
-        unclaimed = [text for text in missing if text not in self._pending]
-        if unclaimed:
-            loop = asyncio.get_running_loop()
-            self._pending.update((text, loop.create_future()) for text in unclaimed)
-            # a task of its own: a request that is cancelled must not take the others' result with it
-            spawn(self._encode_in_thread(unclaimed), "tokenize")
-        waiting = {text: self._pending[text] for text in missing}
-        fresh = {text: await asyncio.shield(future) for text, future in waiting.items()}
-        return self._filled(texts, found, fresh)
+        if not missing:
+            return found
+        if sum(map(len, missing.values())) <= self._encoder.inline_chars:
+            fresh = self._keep(missing, self._encoder.encode(list(missing.values())))
+        else:
+            fresh = await self._encoded(missing)
+        return [fresh[text] if segment is _NONE else segment for text, segment in zip(texts, found, strict=True)]
 
-    def _look_up(self, texts: Sequence[Pieces]) -> tuple[list[Segment | None], list[Pieces]]:
-        """Return the segments, None for those that are not known, and the texts that are not, each once."""
+    def _look_up(self, texts: Sequence[Pieces]) -> tuple[list[Segment], dict[Pieces, str]]:
+        """Return the segments, ``_NONE`` where they are not known, and those texts, each in one piece, too."""
         lookup = self.known.entries.get
-        found: list[Segment | None] = []
-        missing: dict[Pieces, None] = {}
+        found: list[Segment] = []
+        missing: dict[Pieces, str] = {}
         for text in texts:
             segment = lookup(text)
             if segment is None:
-                segment = self._found_whole(text)
-            if segment is None:
-                missing[text] = None
+                joined = whole(text)
+                segment = self._found_whole(text, joined)
+                if segment is _NONE:
+                    missing[text] = joined
             else:
                 segment.used = True
             found.append(segment)
-        return found, list(missing)
+        return found, missing
 
-    def _found_whole(self, text: Pieces) -> Segment | None:
+    def _found_whole(self, text: Pieces, joined: str) -> Segment:
         """Return the segment of a text in pieces that was met in one piece before, when the template rendered it."""
-        segment = None if isinstance(text, str) else self.known.entries.get(whole(text))
-        if segment is not None:
-            self.known.put(text, segment)
+        segment = None if joined is text else self.known.get(joined)
+        if segment is None:
+            return _NONE
+        self.known.put(text, segment)
         return segment
 
-    @staticmethod
-    def _filled(
-        texts: Sequence[Pieces], found: Sequence[Segment | None], fresh: Mapping[Pieces, Segment]
-    ) -> list[Segment]:
-        return [fresh[text] if segment is None else segment for text, segment in zip(texts, found, strict=True)]
+    async def _encoded(self, texts: dict[Pieces, str]) -> dict[Pieces, Segment]:
+        """Encode texts in a thread, each once for all who wait for it."""
+        unclaimed = {text: joined for text, joined in texts.items() if text not in self._pending}
+        if unclaimed:
+            # a task of its own: a request that is cancelled must not take the others' result with it
+            task = spawn(self._encode_in_thread(unclaimed), "tokenize")
+            self._pending.update(dict.fromkeys(unclaimed, task))
+        fresh: dict[Pieces, Segment] = {}
+        for task in {self._pending[text] for text in texts}:
+            fresh |= await asyncio.shield(task)
+        return fresh
 
-    async def _encode_in_thread(self, texts: list[Pieces]) -> None:
+    async def _encode_in_thread(self, texts: dict[Pieces, str]) -> dict[Pieces, Segment]:
         loop = asyncio.get_running_loop()
         try:
-            ids = await loop.run_in_executor(self._executor, self._encoder.encode, list(map(whole, texts)))
-            fresh = self._keep(texts, ids)
-            for text in texts:
-                self._pending[text].set_result(fresh[text])
-        except Exception as error:
-            for text in texts:
-                self._pending[text].set_exception(error)
-                self._pending[text].exception()  # whoever waits gets it; that nobody does any more is no fault
+            ids = await loop.run_in_executor(self._executor, self._encoder.encode, list(texts.values()))
+            return self._keep(texts, ids)
         finally:
             for text in texts:
-                self._pending.pop(text).cancel()  # no effect on those that are done
+                del self._pending[text]
 
-    def _keep(self, texts: list[Pieces], ids: list[bytes]) -> dict[Pieces, Segment]:
-        fresh = {text: Segment(text, packed) for text, packed in zip(texts, ids, strict=True)}
-        for text, segment in fresh.items():
+    def _keep(self, texts: dict[Pieces, str], ids: list[bytes]) -> dict[Pieces, Segment]:
+        fresh: dict[Pieces, Segment] = {}
+        for (text, joined), packed in zip(texts.items(), ids, strict=True):
+            segment = fresh[text] = Segment(packed, joined.__sizeof__() + len(packed) + _SEGMENT_OVERHEAD)
             self.known.put(text, segment)
         return fresh

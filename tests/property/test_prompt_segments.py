@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -110,7 +111,7 @@ def test_extended_chains_are_those_of_the_whole_sequence(runs, chunk_tokens, max
     chains = Chains(hasher, max_bytes)
     known: dict[tuple[int, ...], Segment] = {}
     for run in runs:
-        segments = [known.setdefault(tuple(ids), Segment("", pack(ids))) for ids in run]
+        segments = [known.setdefault(tuple(ids), Segment(pack(ids))) for ids in run]
         whole = b"".join(segment.ids for segment in segments)
         assert chains.hashes(chains.root("m", None, None), segments) == hasher.chain(hasher.root("m"), whole)
 
@@ -124,7 +125,6 @@ def test_cached_ids_are_those_of_the_encoder(requests, max_bytes):
     with ThreadPoolExecutor(1) as executor:
         cache = SegmentCache(encoder, max_bytes, executor)
         for request in requests:
-            found = cache.find(request)
-            assert found is not None
+            found = asyncio.run(cache.get(request))
             assert [segment.ids for segment in found] == encoder.encode(request)
             assert cache.known.bytes <= max_bytes

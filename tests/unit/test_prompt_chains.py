@@ -49,7 +49,7 @@ def hasher() -> ChunkHasher:
 def test_a_chain_is_extended_not_recomputed(hasher, monkeypatch):
     chains = Chains(hasher, 2**20)
     root = chains.root("m", None, None)
-    segments = [Segment("", pack(range(start, start + 10))) for start in range(5)]
+    segments = [Segment(pack(range(start, start + 10))) for start in range(5)]
     first = chains.hashes(root, segments[:4])
     hashed: list[int] = []
     chain = ChunkHasher.chain
@@ -66,7 +66,7 @@ def test_a_chain_is_extended_not_recomputed(hasher, monkeypatch):
 
 def test_the_same_segments_after_another_beginning_are_another_chain(hasher):
     chains = Chains(hasher, 2**20)
-    one, other, shared = (Segment("", pack(range(start, start + 4))) for start in range(3))
+    one, other, shared = (Segment(pack(range(start, start + 4))) for start in range(3))
     root = chains.root("m", None, None)
     assert chains.hashes(root, [one, shared])[1] != chains.hashes(root, [other, shared])[1]
 
@@ -74,13 +74,13 @@ def test_the_same_segments_after_another_beginning_are_another_chain(hasher):
 @pytest.mark.parametrize("identity", [("n", None, None), ("m", "l", None), ("m", None, "s"), ("m", None, "")])
 def test_model_adapter_and_salt_separate_chains(hasher, identity):
     chains = Chains(hasher, 2**20)
-    segment = Segment("", pack(range(4)))
+    segment = Segment(pack(range(4)))
     assert chains.hashes(chains.root(*identity), [segment]) != chains.hashes(chains.root("m", None, None), [segment])
 
 
 def test_hashes_are_right_when_nothing_is_kept(hasher):
     chains = Chains(hasher, 0)
     root = chains.root("m", None, None)
-    segments = [Segment("", pack(range(7))), Segment("", pack(range(6)))]
+    segments = [Segment(pack(range(7))), Segment(pack(range(6)))]
     expected = hasher.chain(hasher.root("m"), pack([*range(7), *range(6)]))
     assert chains.hashes(root, segments) == chains.hashes(root, segments) == expected

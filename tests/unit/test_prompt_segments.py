@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from gateway.prompt.segments import SegmentCache
 from gateway.prompt.tokenizer import pack
+
+LONG = "long enough for a thread"
 
 
 class CountingEncoder:
@@ -18,9 +21,11 @@ class CountingEncoder:
 
     def __init__(self) -> None:
         self.encoded: list[str] = []
+        self.threads: set[int] = set()
 
     def encode(self, texts):
         self.encoded += texts
+        self.threads.add(threading.get_ident())
         return [pack([ord(char) for char in text]) for text in texts]
 
 
@@ -41,36 +46,34 @@ def cache(encoder, executor) -> SegmentCache:
 
 
 async def test_only_new_text_is_encoded(cache, encoder):
-    first = cache.find(["ab", "cd"])
-    second = cache.find(["ab", "cd", "ef", "ef"])
+    first = await cache.get(["ab", "cd"])
+    second = await cache.get(["ab", "cd", "ef", "ef"])
     assert encoder.encoded == ["ab", "cd", "ef"]
     assert second[:2] == first
     assert [segment.ids for segment in second] == [pack(map(ord, text)) for text in ("ab", "cd", "ef", "ef")]
 
 
 async def test_long_new_text_is_not_encoded_on_the_event_loop(cache, encoder):
-    assert cache.find(["x" * 11, "y" * 10]) is None
-    assert encoder.encoded == []
-    segments = await cache.tokenize(["x" * 11, "y" * 10])
-    assert cache.find(["x" * 11, "y" * 10]) == segments
+    segments = await cache.get(["x" * 11, "y" * 10])
+    assert encoder.threads.isdisjoint({threading.get_ident()})
+    assert await cache.get(["x" * 11, "y" * 10]) == segments
 
 
 async def test_the_same_text_is_encoded_once_for_all_who_wait_for_it(cache, encoder):
-    text = "long enough for a thread"
-    results = await asyncio.gather(*(cache.tokenize([text, "other"]) for _ in range(8)))
-    assert sorted(encoder.encoded) == sorted([text, "other"])
+    results = await asyncio.gather(*(cache.get([LONG, "other"]) for _ in range(8)))
+    assert sorted(encoder.encoded) == sorted([LONG, "other"])
     assert all(result == results[0] for result in results)
 
 
 async def test_one_who_stops_waiting_does_not_disturb_the_others(cache, encoder):
-    impatient = asyncio.ensure_future(cache.tokenize(["a text"]))
+    impatient = asyncio.ensure_future(cache.get([LONG]))
     await asyncio.sleep(0)
-    patient = asyncio.ensure_future(cache.tokenize(["a text"]))
+    patient = asyncio.ensure_future(cache.get([LONG]))
     await asyncio.sleep(0)
     impatient.cancel()
     [segment] = await patient
-    assert segment.ids == pack(map(ord, "a text"))
-    assert encoder.encoded == ["a text"]
+    assert segment.ids == pack(map(ord, LONG))
+    assert encoder.encoded == [LONG]
 
 
 async def test_a_failure_reaches_everyone_who_waits_and_is_not_remembered(cache, encoder, monkeypatch):
@@ -78,21 +81,23 @@ async def test_a_failure_reaches_everyone_who_waits_and_is_not_remembered(cache,
         raise ValueError("no")
 
     monkeypatch.setattr(encoder, "encode", fail)
-    results = await asyncio.gather(*(cache.tokenize(["a text"]) for _ in range(3)), return_exceptions=True)
+    results = await asyncio.gather(*(cache.get([LONG]) for _ in range(3)), return_exceptions=True)
     assert [str(result) for result in results] == ["no"] * 3
     monkeypatch.undo()
-    assert len(await cache.tokenize(["a text"])) == 1
+    assert len(await cache.get([LONG])) == 1
+    assert [len(segment) for segment in await cache.get([LONG])] == [len(LONG)]
 
 
 async def test_without_memory_everything_is_encoded_each_time(encoder, executor):
     cache = SegmentCache(encoder, 0, executor)
-    assert [len(segment) for segment in cache.find(["ab"])] == [2]
-    assert [len(segment) for segment in cache.find(["ab"])] == [2]
+    for _ in range(2):
+        [segment] = await cache.get(["ab"])
+        assert len(segment) == 2
     assert encoder.encoded == ["ab", "ab"]
 
 
 async def test_a_text_is_known_in_pieces_once_it_was_met_whole(cache, encoder):
-    whole = cache.find(["abc", "x"])
-    assert cache.find([("a", "b", "c"), "x"]) == whole
-    assert cache.find([("a", "b", "c"), ("d", "", "e")])[0] is whole[0]
+    whole = await cache.get(["abc", "x"])
+    assert await cache.get([("a", "b", "c"), "x"]) == whole
+    assert (await cache.get([("a", "b", "c"), ("d", "", "e")]))[0] is whole[0]
     assert encoder.encoded == ["abc", "x", "de"]
