@@ -118,8 +118,8 @@ def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCach
         segments,
         cutter,
         ChatRenderer(*templates, cutter, executor) if templates and special is None else None,
-        [Segment("", tokenizer.prefix)] if tokenizer.prefix else [],
-        [Segment("", tokenizer.suffix)] if tokenizer.suffix else [],
+        [Segment(tokenizer.prefix)] if tokenizer.prefix else [],
+        [Segment(tokenizer.suffix)] if tokenizer.suffix else [],
         special,
     )
 
