@@ -83,6 +83,28 @@ async def test_the_policy_sees_the_prompt_and_its_residency() -> None:
         assert policy.seen[1][2].by_tier[1].tolist() == [0, 48, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi " * 100}], "max_tokens": 9}),
+        ("/v1/responses", {"input": "hi " * 100, "max_output_tokens": 9}),
+    ],
+)
+async def test_other_apis_are_routed_by_their_prompts_too(path: str, body: dict[str, object]) -> None:
+    async with worker() as first, worker() as second, relay([first, second]) as rig:
+        policy = rig.services.policy = Watching()
+        raw = request(msgspec.json.encode({"model": MODEL, **body}), path=path)
+        await ask(rig, raw)
+        seen = policy.seen[0][0]
+        assert seen.output_tokens == 9
+        assert len(seen.chunks) >= 300 // (4 * CHUNK_TOKENS)
+
+        holder = rig.services.registry.workers["w1"]
+        await rig.services.index.store(holder.slot, seen.chunks, Tier.HBM, seen.chunks[0])
+        await ask(rig, raw)
+        assert policy.seen[1][2].hit_tokens[1] == len(seen.chunks) * CHUNK_TOKENS
+
+
 async def test_the_ledger_counts_the_uncached_part_from_dispatch_to_first_byte() -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
 
@@ -232,8 +254,8 @@ async def test_requests_are_logged_once() -> None:
     "path",
     [
         "/v1/embeddings",
-        "/v1/responses",
-        "/v1/messages",
+        "/v1/responses/resp_1/cancel",
+        "/v1/messages/count_tokens",
         "/v1/rerank",
         "/v1/score",
         "/v1/tokenize",
