@@ -81,7 +81,7 @@ class BatchWorker:
 
     def add(self, job: Job, now: float) -> None:
         """Queue a request; while it waits, what it needs from slow tiers is brought closer."""
-        if self.tiers is not None and self.running:
+        if self.tiers is not None and (self.waiting or self._prefills):
             hit, _ = self.lookup(job.chain, job.prompt_tokens)
             self.tiers.prefetch(job.chain.hashes, len(hit), now)
         self.waiting.append(job)

@@ -123,11 +123,10 @@ class TierStore:
         return new, gone[::-1]
 
     def reload_s(self, hashes: Sequence[int], now: float) -> float:
-        """Return how long it would take to bring these blocks to HBM."""
+        """Return how long it would take to bring these blocks to HBM; those still on their way here pass through."""
         complete_at = max(self._blocks[block_hash] for block_hash in hashes)
-        start = max(now, complete_at)
-        link_s = self.read.seconds(len(hashes) * self._moved_bytes, start)
-        return start - now + link_s + len(hashes) * self._codec_s
+        link_s = self.read.seconds(len(hashes) * self._moved_bytes, now)
+        return max(complete_at - now, link_s) + len(hashes) * self._codec_s
 
     def reload(self, hashes: Sequence[int], now: float) -> float:
         """Bring these blocks to HBM; return when they are there."""
