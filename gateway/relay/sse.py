@@ -12,7 +12,8 @@ from typing import Final
 _KEY: Final = b'"usage"'
 _VALUE: Final = re.compile(rb'"usage"\s*:\s*(null|\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 _COUNT: Final = re.compile(
-    rb'"(?:(prompt_tokens|input_tokens)|(completion_tokens|output_tokens)|(cached_tokens|cache_read_input_tokens))"'
+    rb'"(?:(prompt_tokens|input_tokens)|(completion_tokens|output_tokens)|(cached_tokens)'
+    rb'|(cache_read_input_tokens)|(cache_creation_input_tokens))"'
     rb"\s*:\s*(\d{1,12})\b"
 )
 _EVENT_END: Final = re.compile(rb"\r?\n\r?\n")
@@ -24,7 +25,7 @@ class UsageReader:
     """Finds the last reported token counts in a body that passes by.
 
     Attributes:
-        prompt_tokens: as reported, None until then; likewise the others.
+        prompt_tokens: the whole prompt's, None until they are reported; likewise the others.
         output_tokens: tokens generated.
         cached_tokens: prompt tokens the engine found in its cache.
     """
@@ -54,13 +55,19 @@ class UsageReader:
             self._carry = payload[1 - len(_KEY) :]
 
     def _note(self, usage: bytes) -> None:
-        for prompt, output, cached, count in _COUNT.findall(usage):
+        besides = 0  # Anthropic's API counts what is cached besides the input, OpenAI's counts it in
+        prompt_tokens = None
+        for prompt, output, cached, read, created, count in _COUNT.findall(usage):
             if prompt:
-                self.prompt_tokens = int(count)
+                prompt_tokens = int(count)
             elif output:
                 self.output_tokens = int(count)
-            elif cached:
+            elif cached or read:
                 self.cached_tokens = int(count)
+            if read or created:
+                besides += int(count)
+        if prompt_tokens is not None:
+            self.prompt_tokens = prompt_tokens + besides
 
 
 def error_event(error: bytes, mid_event: bool) -> bytes:

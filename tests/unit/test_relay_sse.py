@@ -51,9 +51,14 @@ def test_generated_text_that_looks_like_usage_is_not_taken_for_it() -> None:
     assert counts(event({"choices": [{"delta": {"content": text}}]})) == (None, None, None)
 
 
-def test_the_anthropic_and_responses_names_are_understood() -> None:
+def test_anthropics_input_tokens_are_those_that_were_not_cached() -> None:
     start = event({"type": "message_start", "message": {"usage": {"input_tokens": 12, "cache_read_input_tokens": 8}}})
-    assert counts(start, event({"type": "message_delta", "usage": {"output_tokens": 3}})) == (12, 3, 8)
+    assert counts(start, event({"type": "message_delta", "usage": {"output_tokens": 3}})) == (20, 3, 8)
+
+
+def test_the_names_of_responses_are_understood() -> None:
+    usage = {"input_tokens": 12, "input_tokens_details": {"cached_tokens": 8}, "output_tokens": 3}
+    assert counts(event({"type": "response.completed", "response": {"usage": usage}})) == (12, 3, 8)
 
 
 @pytest.mark.parametrize("null", [b'"usage":null', b'"usage" : null', b'"usage":\tnull'])
