@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Protocol
+from typing import Final, Protocol
 
+from gateway.config import ServerConfig
 from gateway.errors import GatewayError
+from gateway.observe.record import RequestRecord
 from gateway.relay.chunked import LAST_CHUNK, Dechunker, chunk
 from gateway.relay.head import Framing, RequestHead, ResponseHead
 from gateway.relay.sse import UsageReader, ends_event, error_event
+from gateway.relay.upstream import Upstream
+
+_HELD_BYTES: Final = 64 * 1024
+"""A worker's error answer up to this size is kept while other workers are tried."""
 
 
 class Client(Protocol):
@@ -26,6 +32,30 @@ class Client(Protocol):
     def reset(self) -> None:
         """Break the connection, so that a cut body cannot be taken for a whole one."""
         ...
+
+
+class ErrorAnswer:
+    """A worker's error answer, kept while other workers are tried.
+
+    Args:
+        head: its head.
+        worker: the worker's name.
+
+    Attributes:
+        body: as it came, with its framing.
+    """
+
+    __slots__ = ("body", "head", "worker")
+
+    def __init__(self, head: ResponseHead, worker: str) -> None:
+        self.head = head
+        self.worker = worker
+        self.body = b""
+
+    def add(self, data: bytes) -> bool:
+        """Keep more of its body; False once that is too much to keep."""
+        self.body += data
+        return len(self.body) <= _HELD_BYTES
 
 
 class Answer:
@@ -110,12 +140,12 @@ class Answer:
         self.moved = True
         self._write(data)
 
-    def cut(self, error: GatewayError, filling: bytes | None) -> None:
+    def cut(self, error: GatewayError, upstream: Upstream | None) -> None:
         """End an answer whose worker will not: a stream with an error event, anything else with a reset.
 
         Args:
             error: what the event says.
-            filling: what a chunked body so far needs for a next chunk to be understood; None where nothing helps.
+            upstream: the connection that brought a chunked body so far; None where the client has whole chunks of it.
         """
         assert self._head is not None, "only an answer that began can be cut"
         framing = self._head.framing
@@ -125,10 +155,18 @@ class Answer:
         event = error_event(error.body(), mid_event=not ends_event(self._last_payload))
         if self._dechunked or framing is Framing.UNTIL_CLOSE:
             self._client.write(event)
-        elif filling is not None:
+        elif (filling := upstream.filling() if upstream is not None else b"") is not None:
             self._client.write(filling + chunk(event) + LAST_CHUNK)
         else:
             self._client.reset()
+
+    def note_usage(self, record: RequestRecord) -> None:
+        """Write down the token counts seen."""
+        usage = self.usage
+        if usage is not None:
+            record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+            record.cached_tokens = usage.cached_tokens
+            record.output_tokens = usage.output_tokens
 
     def refuse(self, error: GatewayError) -> None:
         """Send an error of our own instead of an answer."""
@@ -147,3 +185,13 @@ class Answer:
             lines.append("connection: close")
         head = "\r\n".join((*lines, "", "")).encode("latin-1")
         self._client.write(head if self._request.method == b"HEAD" else head + body)
+
+
+def own_headers(record: RequestRecord, config: ServerConfig) -> bytes:
+    """Return the header lines that every answer of a worker gets, each with its CRLF."""
+    if not config.decision_headers:
+        return f"x-request-id: {record.request_id}\r\n".encode()
+    return (
+        f"x-request-id: {record.request_id}\r\nx-kvway-worker: {record.worker}\r\n"
+        f"x-kvway-predicted-hit-tokens: {record.predicted_hit_tokens}\r\n"
+    ).encode("latin-1", "replace")

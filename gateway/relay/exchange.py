@@ -14,35 +14,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import monotonic
-from typing import Final, Protocol
+from typing import Protocol
 
 from gateway.config import AnswerTimeouts
 from gateway.errors import GatewayError, NoWorker, UpstreamError, UpstreamTimeout
 from gateway.fleet.registry import Worker
 from gateway.observe.record import Outcome, RequestRecord
 from gateway.relay import answer
-from gateway.relay.answer import Answer
+from gateway.relay.answer import Answer, ErrorAnswer, own_headers
 from gateway.relay.head import RequestHead, ResponseHead
-from gateway.relay.resume import Resumption, resumption
 from gateway.relay.report import asking_for_report
-from gateway.relay.retry import (
-    REFUSED_STATUSES,
-    RETRYABLE_STATUSES,
-    Failure,
-    FailureKind,
-    backoff_s,
-    is_repeatable,
-)
-from gateway.relay.route import Plan, Route, dispatch, has_others, make_plan, remember
+from gateway.relay.resume import Resumption, resumption
+from gateway.relay.retry import REFUSED_STATUSES, RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, refusal
+from gateway.relay.route import Plan, Route, dispatch, make_plan, remember, retry_delay_s
 from gateway.relay.services import Services
 from gateway.relay.upstream import ConnectFailed, Upstream
 
 __all__ = ["Client", "Exchange", "Services"]
 
 log = logging.getLogger("kvway.relay")
-
-_HELD_BYTES: Final = 64 * 1024
-"""A worker's error answer up to this size is kept while other workers are tried."""
 
 
 class Client(answer.Client, Protocol):
@@ -114,10 +104,10 @@ class Exchange:
         self._upstream: Upstream | None = None
         self._outcome: asyncio.Future[Failure | None] | None = None
         self._response: ResponseHead | None = None
-        self._collected: bytes | None = None  # body so far of an error answer that another worker may better
         self._begun = False  # bytes of its answer have been sent
         self._resumption: Resumption | None = None  # where it is switched on for this request
-        self._held: tuple[ResponseHead, bytes, str] | None = None  # the last such answer, whole, and its worker
+        self._collected: ErrorAnswer | None = None  # so far, of an error that another worker may better
+        self._held: ErrorAnswer | None = None  # the last such answer, whole
         self._sent_at = 0.0
         self._moved_at = 0.0
 
@@ -148,15 +138,11 @@ class Exchange:
                 self._account()
 
     def _admit(self, plan: Plan) -> None:
-        self._record.stream = plan.streamed
+        plan.note(self._record)
         if plan.model is not None:
-            self._record.model = plan.model
             self._timeouts = self._services.timeouts_for(plan.model)
-        if plan.request is not None:
-            self._record.request = plan.request
-            self._record.prompt_tokens = plan.request.prompt_tokens
-            if plan.streamed:
-                self._resumption = resumption(self._services, self, plan, self.head.path, self.body)
+        if plan.streamed:
+            self._resumption = resumption(self._services, self, plan, self.head.path, self.body)
         if plan.body is not None:
             self.body = plan.body
 
@@ -181,28 +167,24 @@ class Exchange:
                 self.body, plan = await self._resumption.continuation()
                 tried, self._held = [worker], None
                 continue
-            delay_s = self._retry_delay_s(plan, tried, failure)
+            delay_s = retry_delay_s(services, plan, tried, failure, self._repeatable)
             if delay_s is None:
                 break
             services.observer.retried(worker.name, failure.kind)
             await asyncio.sleep(delay_s)
         if self._held is not None:
-            self._response, body, self._record.worker = self._held
+            self._response, self._record.worker = self._held.head, self._held.worker
             self.answer.announce(self._response)
-            self._begin(body)
+            self._begin(self._held.body)
             return
         error = UpstreamTimeout if failure.kind is FailureKind.TIMEOUT else UpstreamError
         raise error(f"Worker {worker.name} {failure.detail}; {len(tried)} attempts were made.")
 
     def _take(self, route: Route) -> None:
-        record = self._record
-        if not self.answer.started:
-            record.routed_at = monotonic()
-        record.attempts += 1
-        record.worker = route.worker.name
-        record.reason = route.reason
-        record.predicted_hit_tokens = route.hit_tokens
         self._route = route
+        route.note(self._record)
+        if not self.answer.started:
+            self._record.routed_at = monotonic()
 
     def _leave(self) -> Worker:
         """End the request's stay on its worker and return that worker."""
@@ -238,20 +220,6 @@ class Exchange:
                 return failure
             fresh = True
 
-    def _retry_delay_s(self, plan: Plan, tried: list[Worker], failure: Failure) -> float | None:
-        """Return how long to wait before another attempt, None where there is to be none."""
-        config = self._services.config.retries
-        if len(tried) >= config.max_attempts:
-            return None
-        if not self._repeatable and failure.kind is not FailureKind.CONNECT:
-            return None
-        delay_s = backoff_s(config, len(tried))
-        if not has_others(self._services, plan, tried):
-            if failure.retry_after_s > config.backoff_max_s:
-                return None
-            delay_s = max(delay_s, failure.retry_after_s)
-        return delay_s if self._services.budget.spend(monotonic()) else None
-
     # The answer's way from the worker to the client
 
     def on_upstream_head(self, head: ResponseHead) -> None:
@@ -260,7 +228,7 @@ class Exchange:
         if not self.answer.started:
             self.answer.announce(head)
         if self._repeatable and head.status in RETRYABLE_STATUSES:
-            self._collected = b""
+            self._collected = ErrorAnswer(head, self._record.worker)
 
     def on_upstream_payload(self, payload: bytes) -> None:
         """The same without framing, to be looked at."""
@@ -272,11 +240,9 @@ class Exchange:
             self.answer.pass_on(data)
         elif self._collected is None:
             self._begin(data)
-        else:
-            self._collected += data
-            if len(self._collected) > _HELD_BYTES:  # too much to keep: it is the answer
-                data, self._collected = self._collected, None
-                self._begin(data)
+        elif not self._collected.add(data):  # too much to keep: it is the answer
+            data, self._collected = self._collected.body, None
+            self._begin(data)
 
     def on_upstream_end(self) -> None:
         """The response is complete."""
@@ -284,10 +250,8 @@ class Exchange:
         response = self._response
         assert response is not None
         if self._collected is not None:
-            self._held = (response, self._collected, self._record.worker)
-            self._collected = None
-            kind = FailureKind.REFUSED if response.status in REFUSED_STATUSES else FailureKind.BROKEN
-            self._resolve(Failure(kind, f"answered {response.status}", response.retry_after_s))
+            self._held, self._collected = self._collected, None
+            self._resolve(refusal(response))
             return
         if not self._begun:
             self._begin(b"")
@@ -324,18 +288,9 @@ class Exchange:
             record.first_byte_at = now
             record.status = response.status
             record.stream = record.stream or response.is_event_stream
-            self.answer.begin(self._added_headers(), data)
+            self.answer.begin(own_headers(record, self._services.config.server), data)
         if self._client.write_paused:
             self.pause()
-
-    def _added_headers(self) -> bytes:
-        record = self._record
-        if not self._services.config.server.decision_headers:
-            return f"x-request-id: {record.request_id}\r\n".encode()
-        return (
-            f"x-request-id: {record.request_id}\r\nx-kvway-worker: {record.worker}\r\n"
-            f"x-kvway-predicted-hit-tokens: {record.predicted_hit_tokens}\r\n"
-        ).encode("latin-1", "replace")
 
     # How it can end before its time
 
@@ -409,19 +364,14 @@ class Exchange:
             self.answer.refuse(error)
             record.outcome = Outcome.UPSTREAM_FAILED if isinstance(error, UpstreamError) else Outcome.REJECTED
         elif not self._answered:
-            self.answer.cut(error, self._filling())
+            whole_chunks = self._resumption is not None and self._resumption.reframes
+            self.answer.cut(error, None if whole_chunks else self._upstream)
             record.outcome = Outcome.CUT
             if self._resumption is not None:
                 self._resumption.failed()
         self._drop_upstream()
         record.status = self.answer.status
         record.reason = error.code or error.type
-
-    def _filling(self) -> bytes | None:
-        """Return what must follow a cut body for a next chunk to be understood, see ``Upstream.filling``."""
-        if self._upstream is None or (self._resumption is not None and self._resumption.reframes):
-            return b""  # the client has whole chunks only
-        return self._upstream.filling()
 
     def _drop_upstream(self) -> None:
         if self._upstream is not None:
@@ -434,12 +384,9 @@ class Exchange:
             self._outcome.set_result(failure)
 
     def _account(self) -> None:
-        record, usage = self._record, self.answer.usage
+        record = self._record
         record.ended_at = monotonic()
-        if usage is not None:
-            record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
-            record.cached_tokens = usage.cached_tokens
-            record.output_tokens = usage.output_tokens
+        self.answer.note_usage(record)
         if self._route is not None:
             self._leave()
         self._resumption = None  # it refers to this exchange

@@ -13,6 +13,7 @@ from random import random
 from typing import Final
 
 from gateway.config import RetryConfig
+from gateway.relay.head import ResponseHead
 
 REFUSED_STATUSES: Final = frozenset({429, 503})
 RETRYABLE_STATUSES: Final = REFUSED_STATUSES | {502, 504}
@@ -87,6 +88,13 @@ class Failure:
     kind: FailureKind
     detail: str
     retry_after_s: float = 0.0
+
+
+def refusal(head: ResponseHead) -> Failure:
+    """Return what a response says that brings no answer."""
+    well = head.status < 500 or head.status in REFUSED_STATUSES
+    kind = FailureKind.REFUSED if well else FailureKind.BROKEN
+    return Failure(kind, f"answered {head.status}", head.retry_after_s)
 
 
 class RetryBudget:

@@ -20,6 +20,8 @@ from gateway.errors import BadRequest, GatewayError, NoWorker
 from gateway.fleet.ledger import Flight
 from gateway.fleet.registry import Candidates, Registry, State, Worker
 from gateway.index.base import Speculation
+from gateway.observe.record import RequestRecord
+from gateway.relay.retry import Failure, FailureKind, backoff_s
 from gateway.relay.services import Services
 from policies.base import COLUMNS, Decision, FleetView, Residency, RoutingRequest
 
@@ -51,6 +53,15 @@ class Plan(msgspec.Struct):
     request: RoutingRequest | None = None
     body: bytes | None = None
 
+    def note(self, record: RequestRecord) -> None:
+        """Write down what the request is."""
+        record.stream = self.streamed
+        if self.model is not None:
+            record.model = self.model
+        if self.request is not None:
+            record.request = self.request
+            record.prompt_tokens = self.request.prompt_tokens
+
 
 class Route(msgspec.Struct):
     """A worker chosen, and the request counted on it.
@@ -74,6 +85,13 @@ class Route(msgspec.Struct):
     hit_tokens: int = 0
     reason: str = "load"
     asks_report: bool = False
+
+    def note(self, record: RequestRecord) -> None:
+        """Write down where the request goes."""
+        record.attempts += 1
+        record.worker = self.worker.name
+        record.reason = self.reason
+        record.predicted_hit_tokens = self.hit_tokens
 
     def answered(self, status: int, now: float) -> None:
         """The first byte of the answer has arrived."""
@@ -141,6 +159,31 @@ def _only_model(registry: Registry) -> str:
 def has_others(services: Services, plan: Plan, tried: Collection[Worker]) -> bool:
     """Return whether a worker that was not tried yet could take the request."""
     return any(worker not in tried for worker in _workers(services, plan.model))
+
+
+def retry_delay_s(
+    services: Services, plan: Plan, tried: Collection[Worker], failure: Failure, repeatable: bool
+) -> float | None:
+    """Return how long to wait before another attempt, None where there is to be none; it is paid for from the budget.
+
+    Args:
+        services: the other rooms.
+        plan: the request's plan.
+        tried: where it was sent.
+        failure: what came of the last attempt.
+        repeatable: whether the request may run twice.
+    """
+    config = services.config.retries
+    if len(tried) >= config.max_attempts:
+        return None
+    if not repeatable and failure.kind is not FailureKind.CONNECT:
+        return None
+    delay_s = backoff_s(config, len(tried))
+    if not has_others(services, plan, tried):
+        if failure.retry_after_s > config.backoff_max_s:
+            return None
+        delay_s = max(delay_s, failure.retry_after_s)
+    return delay_s if services.budget.spend(monotonic()) else None
 
 
 async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) -> Route:
