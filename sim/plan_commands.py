@@ -178,3 +178,71 @@ def fleet(
         ["KV tokens in use per worker", f"{found.kv_tokens:,.0f}", f"{tokens:,}"],
     ]
     _print(f"{rate:g} requests/s of {prompt:,} + {output:,} tokens on {profile}", ["", "value", "bound"], rows)
+
+
+@plan_app.command()
+def tiers(
+    traffic: Annotated[str, typer.Argument(help="trace file or generated traffic, as in `kvway sim run`")],
+    workers: Annotated[int, typer.Option(min=1, help="workers; their HBM together is what the tier stands below")] = 8,
+    profile: ProfileOption = "llama-3.1-70b/h100/4",
+    link: Annotated[str, typer.Option(help="the tier: host, nvme-gen4, roce-200g …")] = "host",
+    gb_month: Annotated[float, typer.Option(min=0, help="price of a GB of the tier per month, any currency")] = 3.0,
+    gpu_hour: Annotated[float, typer.Option(min=0, help="price of a GPU hour, the same currency")] = 2.5,
+    sizes: Annotated[str, typer.Option(help="sizes of the tier, in multiples of all HBM")] = "0,0.5,1,2,4,8,16",
+    load: Annotated[float, typer.Option(help="times as many requests per second")] = 1.0,
+    ws: Annotated[float, typer.Option(help="times as large a working set, at the same rate")] = 1.0,
+    as_json: JsonOption = False,
+) -> None:
+    """How large a tier below HBM should be: what it costs against the GPU time it saves."""
+    from sim import plan
+    from sim.profiles import LINKS, find_profile
+    from sim.reuse import lru_hit_rates
+    from sim.scenario import Traffic
+    from sim.shapes import kv_capacity_tokens
+
+    try:
+        speed = find_profile(profile)
+        if link not in LINKS:
+            raise ValueError(f"unknown tier {link!r}. Known tiers: {', '.join(LINKS)}.")
+        multiples = _sizes(sizes)
+        trace = Traffic(traffic, load=load, working_set=ws).trace(0)
+    except ValueError as error:
+        fail(error)
+    hbm = workers * kv_capacity_tokens(profile)
+    hits = lru_hit_rates(trace, [hbm * (1 + multiple) for multiple in multiples])
+    rate = len(trace.requests) / max(1e-9, trace.requests[-1].arrival_s)
+    prompt = sum(request.prompt_tokens for request in trace.requests) / len(trace.requests)
+    curve = [(round(hbm * multiple), hit) for multiple, hit in zip(multiples, hits, strict=True)]
+    prices = plan.Prices(gpu_hour, gb_month)
+    options = plan.size_tier(speed, LINKS[link], prices, rate, prompt, lru_hit_rates(trace, [hbm])[0], curve)
+    best = min(options, key=lambda option: option.cost)
+    if as_json:
+        rows = [{**asdict(option), "cost": option.cost} for option in options]
+        typer.echo(json.dumps({"hbm_tokens": hbm, "requests_per_s": rate, "options": rows, "best": best.size_tokens}))
+        return
+    _print(
+        f"{link} below {hbm * speed.kv_bytes_per_token / _GB:,.0f} GB of HBM, for {rate:.2f} requests/s",
+        ["x HBM", "GB", "hit rate", "tier/month", "GPUs/month", "together"],
+        [
+            [
+                f"{multiple:g}" + (" *" if option is best else ""),
+                f"{option.size_bytes / _GB:,.0f}",
+                f"{option.hit:.1%}",
+                f"{option.tier_cost:,.0f}",
+                f"{option.gpu_cost:,.0f}",
+                f"{option.cost:,.0f}",
+            ]
+            for multiple, option in zip(multiples, options, strict=True)
+        ],
+        "* the cheapest. GPUs: their time for prefill and reloading, as if bought by the second.",
+    )
+
+
+def _sizes(words: str) -> list[float]:
+    try:
+        sizes = [float(word) for word in words.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(0 <= size < float("inf") for size in sizes):
+        raise ValueError(f"--sizes {words!r}: write numbers from 0 upwards, separated by commas")
+    return sizes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ import yaml
 from policies.base import Tier, create_policy
 from sim.fleet import FleetSettings, host_tier
 from sim.generators import GENERATORS, generator
+from sim.profiles import PROFILES
 from sim.requests import Trace
 from sim.scaling import scale_load, scale_working_set, subset
+from sim.shapes import find_shape, kv_capacity_tokens
 from sim.trace import read_trace
 
 
@@ -72,7 +74,8 @@ def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
 
     Args:
         path: mapping with the fields of ``FleetSettings``; tiers name theirs ``host``, ``disk`` or ``remote``.
-        flags: fields of ``FleetSettings``, None where not given; ``host_tokens`` adds host memory.
+        flags: fields of ``FleetSettings``, None where not given; ``host_tokens`` adds host memory. With a profile
+            and no capacity, HBM holds what fits beside the weights.
 
     Raises:
         ValueError: the file cannot be read, a key is not known, or a value is out of range.
@@ -81,9 +84,13 @@ def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
     host_tokens = flags.pop("host_tokens", None)
     given = {name: value for name, value in flags.items() if value is not None}
     where = f"{path}: " if path is not None else ""
-    _reject_unknown(raw, FleetSettings, where)
+    _reject_unknown(raw, msgspec.inspect.type_info(FleetSettings), where)
+    wanted = _with_tier_numbers(raw) | given
+    if isinstance(profile := wanted.get("profile"), str) and profile in PROFILES:
+        shape = find_shape(profile.split("/")[0])
+        wanted = {"capacity_tokens": kv_capacity_tokens(profile), "layers": shape.layers} | wanted
     try:
-        fleet = msgspec.convert(_with_tier_numbers(raw) | given, FleetSettings, strict=False)
+        fleet = msgspec.convert(wanted, FleetSettings, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"{where}{error}") from None
     if host_tokens:
@@ -108,28 +115,22 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _reject_unknown(raw: Any, kind: type, where: str) -> None:
+def _reject_unknown(raw: Any, kind: msgspec.inspect.Type, where: str) -> None:
     """Refuse keys that no field has: a fleet with a misspelt key would be another one than was meant."""
-    if not isinstance(raw, dict) or not is_dataclass(kind):
-        return
-    hints = msgspec.inspect.type_info(kind)
-    assert isinstance(hints, msgspec.inspect.DataclassType)
-    known = [field.name for field in fields(kind)]
-    for key in raw:
-        if key not in known:
-            near = get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{where}unknown key {key!r}{hint} Keys: {', '.join(known)}.")
-    for field in hints.fields:
-        inner: Any = field.type
-        if isinstance(inner, msgspec.inspect.DataclassType):
-            _reject_unknown(raw.get(field.name), inner.cls, f"{where}{field.name}: ")
-        elif isinstance(inner, msgspec.inspect.VarTupleType) and isinstance(
-            inner.item_type, msgspec.inspect.DataclassType
-        ):
-            entries = raw.get(field.name)
-            for number, entry in enumerate(entries if isinstance(entries, list) else ()):
-                _reject_unknown(entry, inner.item_type.cls, f"{where}{field.name}[{number}]: ")
+    if isinstance(kind, msgspec.inspect.UnionType):
+        for each in kind.types:
+            _reject_unknown(raw, each, where)
+    elif isinstance(kind, msgspec.inspect.VarTupleType) and isinstance(raw, list):
+        for number, entry in enumerate(raw):
+            _reject_unknown(entry, kind.item_type, f"{where.rstrip(': ')}[{number}]: ")
+    elif isinstance(kind, msgspec.inspect.DataclassType) and isinstance(raw, dict):
+        known = {field.name: field.type for field in kind.fields}
+        for key, value in raw.items():
+            if key not in known:
+                near = get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise ValueError(f"{where}unknown key {key!r}{hint} Keys: {', '.join(known)}.")
+            _reject_unknown(value, known[key], f"{where}{key}: ")
 
 
 def _with_tier_numbers(raw: dict[str, Any]) -> dict[str, Any]:

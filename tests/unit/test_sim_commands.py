@@ -18,6 +18,7 @@ from sim.output import write_whole
 from sim.report import frontier
 from sim.scaling import working_set_tokens
 from sim.scenario import Traffic, read_fleet, read_policy
+from sim.shapes import kv_capacity_tokens
 
 SMALL = "agents:sessions=6,turns=3,system_tokens=1000,task_tokens=1000"
 
@@ -179,6 +180,12 @@ def test_a_fleet_is_read_from_yaml_and_flags_win(tmp_path: Path) -> None:
     fleet = read_fleet(file, workers=5, profile=None, host_tokens=None)
     assert (fleet.workers, fleet.profile, fleet.gateway.event_lag_s) == (5, "llama-3.1-8b/h100/1", 0.05)
     assert [(tier.name, tier.tier.name, tier.capacity_tokens) for tier in fleet.tiers] == [("host", "HOST", 1_000_000)]
+
+
+def test_a_profile_brings_the_cache_that_fits_beside_its_weights() -> None:
+    fleet = read_fleet(None, profile="qwen3-32b/h100/2")
+    assert (fleet.capacity_tokens, fleet.layers) == (kv_capacity_tokens("qwen3-32b/h100/2"), 64)
+    assert read_fleet(None, profile="qwen3-32b/h100/2", capacity_tokens=5_000).capacity_tokens == 5_000
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,14 @@ from gateway.cli import app
 from policies.cost import LLAMA_3_70B
 from sim import plan
 from sim.profiles import LINKS, PROFILES, Link, find_profile
+from sim.requests import SimRequest, Trace
+from sim.reuse import lru_hit_rates
 from sim.shapes import find_shape, kv_capacity_tokens
+from sim.trace import read_trace
+from tests.processes import ROOT
 
 H100 = find_profile("llama-3.1-70b/h100/4")
+SHARED = ROOT.parent / "shared" / "traces"
 TFLOPS = 1e12
 GB = 1e9
 GIB = 2**30
@@ -147,6 +152,9 @@ def test_more_hits_need_fewer_workers() -> None:
         (["break-even", "--tier", "nvme"], "name=GB/s"),
         (["break-even", "--tier", "nvme=0"], "name=GB/s"),
         (["break-even", "--profile", "x"], "unknown profile"),
+        (["tiers", "rag", "--link", "floppy"], "unknown tier"),
+        (["tiers", "rag", "--sizes", "1,-2"], "numbers from 0"),
+        (["tiers", "agent"], "Did you mean 'agents'"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_message(words: list[object], said: str) -> None:
@@ -156,9 +164,9 @@ def test_what_cannot_be_planned_is_said_in_one_message(words: list[object], said
     assert result.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["footprint", "break-even", "fleet"])
-def test_tables_fit_eighty_columns(command: str) -> None:
-    result = kvway("plan", command)
+@pytest.mark.parametrize("words", ["footprint", "break-even", "fleet", "tiers agents"])
+def test_tables_fit_eighty_columns(words: str) -> None:
+    result = kvway("plan", *words.split())
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.splitlines())) <= 80
 
@@ -170,3 +178,30 @@ def test_the_cheapest_tier_is_neither_none_nor_all() -> None:
     assert cheapest.size_tokens == 4_000_000
     assert options[0].tier_cost == 0
     assert options[-1].gpu_cost < options[0].gpu_cost
+
+
+def test_a_tier_is_sized_by_what_it_saves() -> None:
+    words = ("plan", "tiers", "agents:sessions=300,turns=4", "--workers", 1, "--sizes", "0,2,4")
+    dear, cheap = (answer(*words, "--gb-month", price) for price in (1e6, 1e-6))
+    assert dear["best"] == 0
+    assert cheap["best"] > 0
+    hits = [option["hit"] for option in cheap["options"]]
+    assert hits == sorted(hits)
+    assert hits[0] < hits[1]
+
+
+def test_an_lru_cache_serves_what_it_still_holds() -> None:
+    def request(at: float, *chunks: int) -> SimRequest:
+        return SimRequest(at, chunks, 10 * len(chunks), 1)
+
+    trace = Trace([request(0, 1, 2), request(1, 3), request(2, 1, 2), request(3, 1, 4)], block_tokens=10)
+    # Two blocks: the second request pushes out block 2, the end of the first, so that the third finds block 1 alone.
+    assert lru_hit_rates(trace, [float("inf"), 30, 20, 0]) == pytest.approx([3 / 7, 3 / 7, 2 / 7, 0])
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason=f"the published traces are not in {SHARED}")
+def test_the_published_trace_has_the_published_bounds() -> None:
+    trace = read_trace(SHARED / "mooncake_conversation.jsonl.gz")
+    rates = lru_hit_rates(trace, [2**22, 2**25, float("inf")])
+    assert rates == sorted(rates)
+    assert round(rates[-1], 3) == 0.374
