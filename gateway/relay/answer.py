@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from gateway.config import ServerConfig
 from gateway.errors import GatewayError
@@ -12,6 +12,9 @@ from gateway.relay.chunked import LAST_CHUNK, Dechunker, chunk
 from gateway.relay.head import Framing, RequestHead, ResponseHead
 from gateway.relay.sse import UsageReader, ends_event, error_event
 from gateway.relay.upstream import Upstream
+
+if TYPE_CHECKING:
+    from gateway.relay.exchange import Exchange
 
 _HELD_BYTES: Final = 64 * 1024
 """A worker's error answer up to this size is kept while other workers are tried."""
@@ -31,6 +34,10 @@ class Client(Protocol):
 
     def reset(self) -> None:
         """Break the connection, so that a cut body cannot be taken for a whole one."""
+        ...
+
+    def exchange_ended(self, exchange: Exchange) -> None:
+        """The exchange is over and accounted for."""
         ...
 
 

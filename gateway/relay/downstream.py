@@ -11,7 +11,6 @@ socket is not read, and only then a leaving client is noticed late.
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import struct
 from time import monotonic
@@ -27,29 +26,18 @@ from uvicorn.server import ServerState
 from gateway.errors import BadRequest, GatewayError, HeadTooLarge, TooLarge
 from gateway.relay.exchange import Exchange
 from gateway.relay.head import RequestHead, new_request_id, origin_form, read_request_head
+from gateway.relay.paths import is_relayed
 from gateway.relay.services import Services
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 256
 MAX_PIPELINED: Final = 16
-LINGER_S: Final = 2.0
-"""How long a refused client may go on sending, unread, before its connection is closed."""
+LINGER_S: Final = 2.0  # how long a refused client may go on sending, unread, before its connection is closed
 
-_MODELS: Final = re.compile(rb"/v1/models(?:[/?]|$)")
-_ENGINE_PATHS: Final = frozenset(
-    {b"/classify", b"/detokenize", b"/invocations", b"/pooling", b"/rerank", b"/score", b"/tokenize", b"/v2/rerank"}
-)
 _FRAMING_BYTES: Final = 1024 * 1024
 _FRAMING_BYTES_PER_PIECE: Final = 32
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 s
-
-
-def is_relayed(target: bytes) -> bool:
-    """Return whether a request target is for the workers rather than for the app."""
-    if target.startswith(b"/v1/"):
-        return not _MODELS.match(target)
-    return target.partition(b"?")[0] in _ENGINE_PATHS
 
 
 def make_protocol(services: Services) -> type[RelayProtocol]:

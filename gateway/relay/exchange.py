@@ -14,18 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import monotonic
-from typing import Protocol
 
 from gateway.config import AnswerTimeouts
 from gateway.errors import GatewayError, NoWorker, UpstreamError, UpstreamTimeout
 from gateway.fleet.registry import Worker
 from gateway.observe.record import Outcome, RequestRecord
-from gateway.relay import answer
-from gateway.relay.answer import Answer, ErrorAnswer, own_headers
+from gateway.relay.answer import Answer, Client, ErrorAnswer, own_headers
 from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.report import asking_for_report
 from gateway.relay.resume import Resumption, resumption
-from gateway.relay.retry import REFUSED_STATUSES, RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, refusal
+from gateway.relay.retry import REFUSED_STATUSES, RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, refused_by
 from gateway.relay.route import Plan, Route, dispatch, make_plan, remember, retry_delay_s
 from gateway.relay.services import Services
 from gateway.relay.upstream import ConnectFailed, Upstream
@@ -33,14 +31,6 @@ from gateway.relay.upstream import ConnectFailed, Upstream
 __all__ = ["Client", "Exchange", "Services"]
 
 log = logging.getLogger("kvway.relay")
-
-
-class Client(answer.Client, Protocol):
-    """The client's connection, as an exchange sees it."""
-
-    def exchange_ended(self, exchange: Exchange) -> None:
-        """The exchange is over and accounted for."""
-        ...
 
 
 class Exchange:
@@ -251,7 +241,7 @@ class Exchange:
         assert response is not None
         if self._collected is not None:
             self._held, self._collected = self._collected, None
-            self._resolve(refusal(response))
+            self._resolve(refused_by(response))
             return
         if not self._begun:
             self._begin(b"")

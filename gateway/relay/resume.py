@@ -14,7 +14,7 @@ from gateway.fleet.registry import Worker
 from gateway.relay.chunked import LAST_CHUNK, chunk
 from gateway.relay.head import Framing, ResponseHead
 from gateway.relay.partial import RESUMABLE_PATHS, Joint, PartialAnswer, Refusal, continued_body, refusal_of
-from gateway.relay.retry import Failure, FailureKind, refusal
+from gateway.relay.retry import Failure, FailureKind, refused_by
 from gateway.relay.route import Plan, has_others, make_plan
 from gateway.relay.services import Services
 from gateway.relay.sse import split_events
@@ -151,7 +151,7 @@ class Resumption:
         self._rest = b""
         streams = head.status == 200 and head.is_event_stream and head.framing is Framing.CHUNKED
         if self._joint is not None and not streams:
-            self._exchange.abandon(refusal(head))
+            self._exchange.abandon(refused_by(head))
             return
         self.reframes = streams
         self._exchange.on_upstream_head(head)

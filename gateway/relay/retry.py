@@ -90,7 +90,7 @@ class Failure:
     retry_after_s: float = 0.0
 
 
-def refusal(head: ResponseHead) -> Failure:
+def refused_by(head: ResponseHead) -> Failure:
     """Return what a response says that brings no answer."""
     well = head.status < 500 or head.status in REFUSED_STATUSES
     kind = FailureKind.REFUSED if well else FailureKind.BROKEN
