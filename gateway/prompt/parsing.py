@@ -17,7 +17,7 @@ from mmh3 import mmh3_x64_128_digest
 
 from gateway.errors import BadRequest
 from gateway.prompt.anthropic import read_messages
-from gateway.prompt.cache import ByteCache, Entry
+from gateway.prompt.cache import ByteCache
 from gateway.prompt.request import (
     ABSENT,
     ChatRequest,
@@ -74,12 +74,10 @@ _KEPT: Final[dict[str, type]] = {
 }
 
 
-class _KnownMessage(Entry):
-    __slots__ = ("message",)
-
-    def __init__(self, message: Message, texts: list[str]) -> None:
-        super().__init__(_MESSAGE_OVERHEAD + sum(text.__sizeof__() for text in texts))
-        self.message = message
+class _KnownMessage(msgspec.Struct, gc=False):
+    message: Message
+    cost: int
+    used: bool = False
 
 
 class KnownMessages:
@@ -123,9 +121,9 @@ class KnownMessages:
 
     def _keep(self, key: bytes, message: Message) -> None:
         values = [value for value in msgspec.structs.astuple(message) if value is not None]
-        texts = [value for value in values if isinstance(value, str)]
-        if len(texts) == len(values):
-            self._known.put(key, _KnownMessage(message, texts))
+        if {*map(type, values)} <= {str}:
+            cost = _MESSAGE_OVERHEAD + sum([value.__sizeof__() for value in values])
+            self._known.put(key, _KnownMessage(message, cost))
 
 
 def parse_request(path: str, body: bytes, known: KnownMessages | None = None) -> InferenceRequest:

@@ -55,11 +55,14 @@ class FastEncoder:
     inline_chars = 65_536
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._encode = tokenizer.encode_batch_flat
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """Return one packed array of ids per text."""
-        ids, packed_offsets = self._tokenizer.encode_batch_flat(list(texts))
+        if sum(map(len, texts)) <= self.inline_chars:
+            # one by one: a batch wakes the library's threads, which takes longer than the work
+            return [self._encode([text])[0] for text in texts]
+        ids, packed_offsets = self._encode(list(texts))
         offsets = memoryview(packed_offsets).cast("Q")
         return [ids[start * TOKEN_BYTES : end * TOKEN_BYTES] for start, end in pairwise(offsets)]
 
