@@ -14,6 +14,7 @@ from tests.processes import ROOT, free_ports, kvway, running, wait_for, write_co
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
 MODEL = ROOT / "sim" / "data" / "tiny-model"
+TEMPLATE = ROOT / "tests" / "data" / "templates" / "qwen3.jinja"
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
 ENVIRONMENT = {
@@ -62,6 +63,9 @@ def engines() -> Iterator[list[Engine]]:
             command = [VLLM, "serve", MODEL, "--served-model-name", "tiny", "--load-format", "dummy"]
             command += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
             command += ["--max-model-len", "8192", "--host", "127.0.0.1", "--port", str(port)]
+            command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+            command += ["--enable-scale-out"] if not started else []  # one that renders, and one that only tokenizes
+            command += ["--chat-template", str(TEMPLATE), "--trust-request-chat-template"]
             command += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(publisher)]
             process = stack.enter_context(running(command, **ENVIRONMENT))
             engine = Engine(f"http://127.0.0.1:{port}", f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")
@@ -73,6 +77,19 @@ def engines() -> Iterator[list[Engine]]:
 
 @pytest.fixture(scope="session")
 def fleet(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with gateway(engines, tmp_path_factory.mktemp("gateway")) as running_gateway:
+        yield running_gateway
+
+
+@pytest.fixture(scope="session")
+def passing_fleet(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The same engines behind a gateway that passes token ids on."""
+    with gateway(engines, tmp_path_factory.mktemp("passing"), pass_token_ids=True) as running_gateway:
+        yield running_gateway
+
+
+@contextlib.contextmanager
+def gateway(engines: list[Engine], folder: Path, **model: object) -> Iterator[Fleet]:
     public, admin = free_ports(2)
     config = {
         "server": {"host": "127.0.0.1", "port": public, "admin_port": admin},
@@ -80,10 +97,9 @@ def fleet(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> It
             {"url": engine.url, "kv_events": {"endpoint": engine.events, "replay_endpoint": engine.replay}}
             for engine in engines
         ],
-        "models": {"tiny": {"tokenizer": str(MODEL)}},
+        "models": {"tiny": {"tokenizer": str(MODEL), "chat_template": str(TEMPLATE), **model}},
         "prompt": {"chunk_tokens": CHUNK_TOKENS},
     }
-    folder: Path = tmp_path_factory.mktemp("gateway")
     with running(kvway("serve", "--config", write_config(folder, config))) as process:
         wait_for(f"http://127.0.0.1:{public}/ready", process, 30)
         yield Fleet(engines, f"http://127.0.0.1:{public}", f"http://127.0.0.1:{admin}")
