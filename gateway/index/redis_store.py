@@ -1,14 +1,16 @@
 """What kvway keeps in Redis or Valkey, and the commands on it.
 
-* ``{namespace}:{generation}:{tag}chunk``, a string: the chunk's mask, one nibble per slot, one bit per tier.
+* ``{namespace}:{generation}:{tag}chunk``, a string: the chunk's mask, one nibble per slot, one bit per tier. With few
+  holders it is a list of (slot, two bytes; nibble, one byte) by slot; with more it is spread, and has half a byte for
+  every slot. Their lengths tell them apart.
 * ``{namespace}:{slots}:leases``, a sorted set: slot → end of its lease, Unix milliseconds by the server's clock.
 * ``{namespace}:{slots}:owners``, a hash: slot → who has it (replica and worker).
 * ``{namespace}:{slots}:generation``, a hash: its ``number``, the ``run`` (ids of the server processes) it began in, and
   the ``version`` of the owners, which counts their changes.
 
 The tag in braces is made from a chain's first chunk and keeps the chain on one slot of a Redis Cluster. The strings are
-read with ``MGET`` and written nibble by nibble, each by the one replica that has the slot. Nibbles are swapped in
-pairs, so that ``int.from_bytes(value, "little")`` is the mask.
+read with ``MGET`` and written nibble by nibble, each by the one replica that has the slot. Where a mask is spread, its
+nibbles are swapped in pairs, so that ``int.from_bytes(value, "little")`` is the mask.
 
 A new *generation* leaves all chunk keys behind to expire, and every replica writes what its slots hold under new keys.
 So the index begins afresh when it cannot be trusted (server flushed, restarted or failed over; writes given up), and so
@@ -30,6 +32,7 @@ from typing import Any, Final
 from gateway.config import IndexConfig
 from gateway.index.redis_client import RedisClient
 from gateway.index.redis_link import RedisError, pack
+from policies.base import N_TIERS
 from policies.chunks import DIGEST_BYTES
 
 LEASE_S: Final = 10.0
@@ -43,17 +46,44 @@ _WRITE_TIMEOUT_S: Final = 10.0  # long: a write that is given up may still be ca
 _TAG_BYTES: Final = 2  # 65,536 tags for the 16,384 slots of a cluster
 _KEYS_PER_CALL: Final = 128  # a script keeps all other clients waiting, some 2 µs per key
 _SLOTS_TAG: Final = b"slots"
+_ENTRY_BYTES: Final = 3
+_LISTED_BYTES: Final = 12 * _ENTRY_BYTES  # shorter values are lists, longer ones are spread
 _FIRST_GENERATIONS: Final = 1 << 20
 _ON_THE_MOVE: Final = ("ASK ", "TRYAGAIN")  # a cluster moves these keys from one node to another
 
-_WRITE: Final = """
-local index, nibble, ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
+# Of a value no more is read than the list, or enough to tell that it is none.
+_WRITE: Final = f"""
+local slot, nibble, ttl_ms, longest = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], {_LISTED_BYTES}
+local entry = nibble > 0 and string.char(math.floor(slot / 256), slot % 256, nibble) or ''
+
+local function slot_at(list, at)
+  local high, low = string.byte(list, at, at + 1)
+  return high * 256 + low
+end
+local function set_spread(key, slot, nibble)
+  redis.call('BITFIELD', key, 'SET', 'u4', '#' .. (slot + 1 - 2 * (slot % 2)), nibble)
+end
+
 for _, key in ipairs(KEYS) do
-  if nibble > 0 then
-    redis.call('BITFIELD', key, 'SET', 'u4', '#' .. index, nibble)
+  local list = redis.call('GETRANGE', key, 0, longest)
+  if #list <= longest then
+    local at = 1
+    while at < #list and slot_at(list, at) < slot do at = at + {_ENTRY_BYTES} end
+    local is_listed = at < #list and slot_at(list, at) == slot
+    list = string.sub(list, 1, at - 1) .. entry .. string.sub(list, is_listed and at + {_ENTRY_BYTES} or at)
+    if list == '' then
+      redis.call('UNLINK', key)
+    elseif #list <= longest then
+      redis.call('SET', key, list, 'PX', ttl_ms)
+    else
+      redis.call('SET', key, string.rep('\\0', longest + 1), 'PX', ttl_ms)
+      for at = 1, #list, {_ENTRY_BYTES} do set_spread(key, slot_at(list, at), string.byte(list, at + 2)) end
+    end
+  elseif nibble > 0 then
+    set_spread(key, slot, nibble)
     redis.call('PEXPIRE', key, ttl_ms)
-  elseif redis.call('STRLEN', key) * 2 > index then
-    redis.call('BITFIELD', key, 'SET', 'u4', '#' .. index, 0)
+  elseif redis.call('STRLEN', key) * 2 > slot then
+    set_spread(key, slot, 0)
     if redis.call('BITCOUNT', key) == 0 then redis.call('UNLINK', key) end
   end
 end
@@ -242,7 +272,7 @@ class RedisStore:
                 names = [self._prefix + key for key in group]
                 for start in range(0, len(names), _KEYS_PER_CALL):
                     some = names[start : start + _KEYS_PER_CALL]
-                    yield tag, pack("EVAL", _WRITE, len(some), *some, slot ^ 1, nibble, self._chunk_ttl_ms)
+                    yield tag, pack("EVAL", _WRITE, len(some), *some, slot, nibble, self._chunk_ttl_ms)
 
     async def _eval(self, script: str, *args: str | int) -> Any:
         return await self._redis.ask(_SLOTS_TAG, "EVAL", script, len(self._slots), *self._slots, *args)
@@ -267,4 +297,13 @@ def _mget(prefix: bytes, chunks: Sequence[bytes]) -> bytes:
 
 def _masks(values: Iterable[bytes | None]) -> Iterator[tuple[int, int]]:
     for value, same in groupby(values):
-        yield int.from_bytes(value or b"", "little"), len(list(same))
+        yield _mask(value or b""), len(list(same))
+
+
+def _mask(value: bytes) -> int:
+    if len(value) > _LISTED_BYTES:
+        return int.from_bytes(value, "little")
+    mask = 0
+    for at in range(0, len(value), _ENTRY_BYTES):
+        mask |= value[at + 2] << N_TIERS * (value[at] << 8 | value[at + 1])
+    return mask

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import count
 
@@ -374,6 +375,29 @@ async def test_hundreds_of_holders_are_all_known_to_the_other_replica(replica: R
     residency = await other.residency(chunks, slots, 256)
     assert residency.hit_tokens.tolist() == [4 * 256] * 300
     assert residency.by_tier.argmax(1).tolist() == [slot % 4 for slot in slots]
+
+
+async def test_masks_are_right_while_holders_come_and_go_few_or_many(replica: Replica, admin: redis.Redis) -> None:
+    one, other = replica(namespace="masks"), replica(namespace="masks")
+    slots = [await one.acquire_slot(f"w{number}") for number in range(40)]
+    await other.acquire_slot("b")
+    chunks, chance = prompt(4), random.Random(0)
+    held: dict[int, Tier] = {}
+    n_holders = set()
+    for n_wanted in (3, 12, 13, 40, 2, 14, 0, 5, 30, 0):
+        while len(held) != n_wanted:
+            slot = chance.choice(slots)
+            if slot in held and len(held) > n_wanted:
+                await one.remove(slot, chunks, held.pop(slot))
+            elif slot not in held and len(held) < n_wanted:
+                held[slot] = Tier(slot % 4)
+                await one.store(slot, chunks, held[slot])
+            n_holders.add(len(held))
+            await one.flush()
+        by_tier = (await other.residency(chunks, slots, 1)).by_tier.tolist()
+        assert by_tier == [[4 * (held.get(slot) == tier) for tier in Tier] for slot in slots]
+        assert len(admin.keys("masks:*{[0-9a-f]*")) == (4 if held else 0)
+    assert n_holders == set(range(41))
 
 
 async def test_a_server_that_was_never_there_is_no_error(replica: Replica) -> None:

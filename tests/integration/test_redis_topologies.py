@@ -262,7 +262,7 @@ async def test_a_user_may_do_what_the_documentation_says_and_its_password_may_ch
     rules += [f"+{command}" for command in ("eval", "mget", "zadd", "publish", "subscribe", "info", "role")]
     # What our scripts do, their caller must be allowed to do.
     scripted = (
-        "time bitfield pexpire strlen bitcount unlink zscore zrem zcard zrangebyscore zremrangebyscore zrange "
+        "time bitfield getrange set pexpire strlen bitcount unlink zscore zrem zcard zrangebyscore zremrangebyscore zrange "
         "hget hset hdel hmget hgetall hexists hincrby"
     )
     rules += [f"+{command}" for command in scripted.split()]
