@@ -18,7 +18,9 @@ from gateway.fleet.models import ModelCards
 from gateway.fleet.rates import PrefillRates
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.approximate import ApproximateCache
+from gateway.index.base import ChunkIndex
 from gateway.index.memory import MemoryIndex
+from gateway.index.pools import PooledIndex
 from gateway.index.redis import RedisIndex
 from gateway.observe.drift import DriftWatch
 from gateway.observe.fleet import export_fleet
@@ -88,7 +90,7 @@ class Gateway:
             config=config,
             registry=self.registry,
             ledger=self.ledger,
-            index=self.index,
+            index=self._with_pools(),
             approximate=self.approximate,
             prompts=self.prompts,
             policy=create_policy(config.policy.name, config.policy.params),
@@ -180,6 +182,14 @@ class Gateway:
         async with self:
             await asked.wait()
             log.info("draining", extra={"in_flight": self.ledger.in_flight, "drain_s": self.config.server.drain_s})
+
+    def _with_pools(self) -> ChunkIndex:
+        """Return the index as requests see it. Without shared pools nothing lies between."""
+        if not any(worker.pool for worker in self.config.workers):
+            return self.index
+        if isinstance(self.index, RedisIndex):
+            return PooledIndex(self.index, self.feeds.pools, self.registry, self.index.slots_of)
+        return PooledIndex(self.index, self.feeds.pools, self.registry)
 
     def _restarted(self, worker: Worker) -> None:
         """A worker's process is a new one: what the index knew of the old one is void."""

@@ -143,6 +143,16 @@ class WorkerConfig(Section):
     domain: str = Field("", description="failure domain, for instance the zone")
     kv_events: KvEventsConfig | None = Field(None, description="KV events; without them residency is not known")
     kv_capacity_tokens: int = Field(0, ge=0, description="KV cache size; 0: read it from the worker's metrics")
+    pool: str = Field(
+        "",
+        description="shared remote tier (LMCache remote backend, Mooncake store) that it reads; what one worker "
+        "announces there counts for all that name the pool",
+    )
+    pool_tiers: tuple[Literal["host", "disk", "remote"], ...] = Field(
+        ("remote",),
+        description="tiers in its events that are the pool; MooncakeStoreConnector and LMCache's connector call it cpu: "
+        "write [host, remote] for them",
+    )
     prefill: PrefillConfig = Field(PrefillConfig(), description="prefill speed to start from")
     tiers: TiersConfig = Field(TiersConfig(), description="speed of the lower cache tiers")
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final, NamedTuple
 
-from gateway.events.blocks import ALONE, EVERY_TIER, JOIN, NO_BLOCKS, TIERS_OF, Block, holders
+from gateway.events.blocks import ALONE, EVERY_TIER, JOIN, NO_BLOCKS, TIERS_OF, Block, holders, holders_with_pool
 from gateway.events.decode import Event, Hash, Removed, Stored
 from policies.base import Tier
 from policies.chunks import TOKEN_BYTES, ChunkHasher
@@ -61,17 +61,24 @@ class Assembler:
         model: the worker's base model.
         max_blocks: more blocks than this are not kept; the oldest branches go first.
         max_orphans: the same for blocks whose parent has not been announced.
+        shared_remote: others read the remote tier too, so it holds only chunks that are there as a whole.
 
     Attributes:
         counts_copies: whether to count what is announced in HBM more than once; not while reports are asked for.
     """
 
     def __init__(
-        self, hasher: ChunkHasher, model: str, max_blocks: int = MAX_BLOCKS, max_orphans: int = MAX_ORPHANS
+        self,
+        hasher: ChunkHasher,
+        model: str,
+        max_blocks: int = MAX_BLOCKS,
+        max_orphans: int = MAX_ORPHANS,
+        shared_remote: bool = False,
     ) -> None:
         self.model = model
         self.counts_copies = True
         self._hasher = hasher
+        self._holders = holders_with_pool if shared_remote else holders
         self._max_blocks = max_blocks
         self._max_orphans = max_orphans
         self._group: int | None = None
@@ -98,6 +105,11 @@ class Assembler:
     def orphans(self) -> int:
         """Blocks whose parent has not been announced."""
         return len(self._orphans)
+
+    @property
+    def removes_remote(self) -> bool:
+        """Whether the engine has ever said that its remote tier dropped something."""
+        return Tier.REMOTE not in self._young
 
     def apply(self, events: Iterable[Event]) -> None:
         """Follow the engine's cache through ``events``."""
@@ -268,7 +280,7 @@ class Assembler:
         block.tiers, block.standing = tiers, after
         for chunk in block.chunks:
             if before != after:
-                self._note(chunk, block.root, holders(before), holders(after))
+                self._note(chunk, block.root, self._holders(before), self._holders(after))
             before, after = before_alone, ALONE[tiers]  # chunks after the first rest on this block alone
 
     def _note(self, chunk: bytes, root: bytes, before: int, after: int) -> None:

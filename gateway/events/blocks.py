@@ -25,6 +25,12 @@ def holders(standing: int) -> int:
     return standing & EVERY_TIER | standing >> N_TIERS
 
 
+def holders_with_pool(standing: int) -> int:
+    """The same where the remote tier is shared: of a chunk that is only partly there, others could not use the rest."""
+    slowest = standing >> N_TIERS
+    return standing & EVERY_TIER | (0 if slowest == 1 << Tier.REMOTE else slowest)
+
+
 def _join(standing: int, tiers: int) -> int:
     """Return the standing of some blocks and one more, which ``tiers`` hold."""
     if not standing or not tiers:

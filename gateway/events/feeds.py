@@ -14,11 +14,13 @@ import zmq
 import zmq.asyncio
 
 from gateway.events.assembler import Assembler, Changes
-from gateway.events.decode import BadFrames, Event, Removed, Stored, decode_batch
+from gateway.events.decode import BadFrames, Cleared, Event, Removed, Stored, decode_batch
 from gateway.events.subscriber import SILENCE_S, FeedStats, Subscriber
 from gateway.fleet.registry import NO_SLOT, Registry, Worker
 from gateway.index.base import ChunkIndex
+from gateway.index.pools import SharedPools
 from gateway.tasks import spawn, stop
+from policies.base import Tier
 from policies.chunks import ChunkHasher
 
 log = logging.getLogger("kvway.events")
@@ -45,6 +47,7 @@ class _Shared:
     on_slot: Callable[[], None] | None
     on_taken: Callable[[int], None] | None
     refills: bool
+    pools: SharedPools
 
 
 class EventFeeds:
@@ -59,6 +62,9 @@ class EventFeeds:
         on_slot: called when a followed worker has another slot.
         on_taken: called with every slot that is taken, before anything is in it.
         refills: after a start or a loss, let requests ask the engine for what it holds (``Worker.refill_until``).
+
+    Attributes:
+        pools: the remote tiers that workers share, as their events tell of them.
     """
 
     def __init__(
@@ -75,7 +81,8 @@ class EventFeeds:
     ) -> None:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._shared = _Shared(registry, index, hasher, context, silence_s, on_slot, on_taken, refills)
+        self.pools = SharedPools(index)
+        self._shared = _Shared(registry, index, hasher, context, silence_s, on_slot, on_taken, refills, self.pools)
         self._follow_all = follow_all
         self._feeds: dict[Worker, _Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -167,6 +174,8 @@ class _Feed:
         self._on_slot = shared.on_slot
         self._on_taken = shared.on_taken
         self._refills = shared.refills
+        self._pool = shared.pools.named(worker.config.pool)
+        self._pooled = {Tier[name.upper()] for name in worker.config.pool_tiers} - {Tier.REMOTE}
         self._reports_until = 0.0
         self._assembler: Assembler | None = None
         self._age_at = time.monotonic() + _AGE_S
@@ -215,14 +224,16 @@ class _Feed:
     async def lost(self) -> None:
         """Batches are missing for good: what was known is void."""
         log.warning("KV events were lost; the worker's residency is built anew", extra={"worker": self._worker.name})
-        self._assembler = Assembler(self._hasher, self._current().model)
+        self._assembler = self._new_assembler(self._current().model)
         await self._index.clear(self.slot)
+        if self._pool is not None:
+            await self._pool.lost()
         self._ask_for_reports()
 
     async def restarted(self) -> None:
         """The engine is another process: its residency begins in a new slot."""
         log.info("engine restarted", extra={"worker": self._worker.name})
-        self._assembler = Assembler(self._hasher, self._current().model)
+        self._assembler = self._new_assembler(self._current().model)
         self._show(NO_SLOT)  # even if it is another replica's
         await self._take_slot()
 
@@ -254,7 +265,7 @@ class _Feed:
         while (model := self._base_model()) is None:  # noqa: ASYNC110 - the registry tells of joining, not of models
             await asyncio.sleep(_MODEL_CHECK_S)
         while True:
-            self._assembler = Assembler(self._hasher, model)
+            self._assembler = self._new_assembler(model)
             self._ask_for_reports()
             try:
                 await Subscriber(config, self, self.stats, self._context, self._silence_s).run()
@@ -270,6 +281,9 @@ class _Feed:
                 log.exception("KV events could not be taken in", extra={"worker": self._worker.name})
             await asyncio.sleep(_RETRY_S)
             await self._index.clear(self.slot)
+
+    def _new_assembler(self, model: str) -> Assembler:
+        return Assembler(self._hasher, model, shared_remote=self._pool is not None)
 
     def _ask_for_reports(self) -> None:
         """What the engine's buffer no longer has can only be learned from requests that reuse it."""
@@ -317,6 +331,10 @@ class _Feed:
             stats.bad_events += 1
             log.debug("bad batch: %s", error, extra={"worker": self._worker.name})
             return []
+        if self._pool is not None and self._pooled:
+            for event in batch.events:
+                if not isinstance(event, Cleared) and event.tier in self._pooled:
+                    event.tier = Tier.REMOTE
         stats.batches += 1
         stats.events += len(batch.events)
         stats.blocks += sum(len(event.hashes) for event in batch.events if isinstance(event, Stored | Removed))
@@ -334,3 +352,7 @@ class _Feed:
             await index.store(slot, run.chunks, run.tier, run.root)
         for run in changes.removed:
             await index.remove(slot, run.chunks, run.tier, run.root)
+        if self._pool is not None:
+            if self._current().removes_remote:
+                self._pool.removes()
+            await self._pool.write(changes.stored, changes.removed)

@@ -12,6 +12,7 @@ from gateway.config import IndexConfig, KvEventsConfig, WorkerConfig
 from gateway.events.feeds import EventFeeds
 from gateway.fleet.registry import NO_SLOT, Registry, Worker
 from gateway.index.memory import MemoryIndex
+from gateway.index.pools import PooledIndex
 from policies.base import Tier
 from policies.chunks import ChunkHasher
 from tests import golden
@@ -58,9 +59,9 @@ class Fleet:
         return self.join_with(events, name, models)
 
     def join_with(
-        self, events: KvEventsConfig | None, name: str = "worker", models: Sequence[str] = (MODEL,)
+        self, events: KvEventsConfig | None, name: str = "worker", models: Sequence[str] = (MODEL,), **fields: Any
     ) -> Worker:
-        config = WorkerConfig(url="http://127.0.0.1:1", name=name, models=tuple(models), kv_events=events)
+        config = WorkerConfig(url="http://127.0.0.1:1", name=name, models=tuple(models), kv_events=events, **fields)
         worker = Worker.from_config(config)
         self.registry.add(worker)
         return worker
@@ -306,3 +307,30 @@ async def test_workers_that_were_there_before_the_start_are_followed(fleet):
 def test_feeds_that_never_started_close_cleanly():
     feeds = EventFeeds(Registry(), MemoryIndex(IndexConfig()), ChunkHasher(CHUNK))
     asyncio.run(feeds.close())
+
+
+@pytest.mark.parametrize(("medium", "pool_tiers"), [("EXTERNAL", ("remote",)), ("cpu", ("host", "remote"))])
+async def test_what_one_worker_puts_into_a_shared_pool_is_there_for_another(fleet, medium, pool_tiers):
+    workers = []
+    for name in "ab":
+        publisher = fleet.publisher()
+        events = KvEventsConfig(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+        workers.append(fleet.join_with(events, name, pool="store", pool_tiers=pool_tiers))
+        await publisher.subscribed.wait()
+    await until(lambda: all(worker.slot != NO_SLOT for worker in workers))
+    index = PooledIndex(fleet.index, fleet.feeds.pools, fleet.registry)
+    slots = [worker.slot for worker in workers]
+
+    async def tiers() -> list[list[int]]:
+        return (await index.residency(chunks_of(fleet.hasher, PROMPT), slots, CHUNK)).tiers()
+
+    async def are(*expected: list[int]) -> None:
+        async def so() -> bool:
+            return await tiers() == list(expected)
+
+        await until(so)
+
+    await fleet.publishers[0].publish(stored([1, 2, 3, 4], PROMPT, medium=medium), stored([1, 2], PROMPT[:4]))
+    await are([4, 0, 0, 4], [0, 0, 0, 8])
+    await fleet.publishers[0].publish(removed([4], medium=medium))
+    await are([4, 0, 0, 0], [0, 0, 0, 4])

@@ -382,3 +382,14 @@ def test_offloaded_chunks_are_counted_all_the_same(worker):
     worker.see(whole_prompt(medium="CPU"))
     worker.see(removed([4], medium="CPU"))
     assert worker.run(PROMPT) == 2
+
+
+def test_a_shared_remote_tier_holds_only_chunks_that_are_there_as_a_whole():
+    worker = Worker(shared_remote=True)
+    worker.see(stored([1, 2], PROMPT[:4], medium="EXTERNAL"), stored([3], PROMPT[4:6], parent=2, medium="EXTERNAL"))
+    worker.see(stored([4], PROMPT[6:], parent=3))
+    assert worker.tiers(PROMPT) == [{Tier.REMOTE}, set()]
+    worker.see(stored([4], PROMPT[6:], parent=3, medium="EXTERNAL"))
+    assert worker.tiers(PROMPT) == [{Tier.REMOTE}, {Tier.REMOTE}]
+    worker.see(removed([1], medium="EXTERNAL"), removed([3], medium="CPU"))
+    assert worker.tiers(PROMPT) == [set(), {Tier.REMOTE}]
