@@ -194,7 +194,9 @@ def refusal_of(path: str, body: bytes) -> Refusal | None:
     if not all(isinstance(fields.get(name), int | None) for name in (*_LIMITS, "min_tokens")):
         return Refusal.UNREADABLE
     if path == _CHAT_PATH:
-        messages = fields.get("messages") or [{}]
+        messages = fields.get("messages")
+        if not messages:
+            return Refusal.PROMPT
         is_text = isinstance(messages[-1].get("content"), str)
         return None if is_text or not fields.get("continue_final_message") else Refusal.PROMPT
     if not isinstance(fields.get("prompt"), str):

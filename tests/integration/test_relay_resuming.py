@@ -6,11 +6,13 @@ import asyncio
 import io
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import sim
 from gateway.observe.record import Outcome
 from sim.server import Fault, SimWorker, WorkerSettings
 from tests.peers import (
@@ -35,17 +37,18 @@ BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "tell me more"}], "max_tokens": LENGTH},
     TEXT: {"prompt": "a story of sixteen bytes or so: ", "max_tokens": LENGTH},
 }
+TINY = Path(sim.__file__).parent / "data" / "tiny-model"
 CUT = Fault("cut", count=1, after_tokens=4)
 NOBODY = "http://127.0.0.1:1"
 
 
 @asynccontextmanager
-async def fleet(*faults: Fault | None, **sections: Any) -> AsyncIterator[Rig]:
+async def fleet(*faults: Fault | None, worker: Any = None, **sections: Any) -> AsyncIterator[Rig]:
     """Serve a relay before one simulated worker per fault; a first stream begins on the first, goes on on the last."""
     async with AsyncExitStack() as stack:
         workers = []
         for fault in faults:
-            settings = WorkerSettings(model=MODEL, speed=2, faults=(fault,) if fault else ())
+            settings = WorkerSettings(model=MODEL, speed=2, faults=(fault,) if fault else (), **(worker or {}))
             workers.append(await stack.enter_async_context(SimWorker(settings)))
         sections.setdefault("resumption", ON)
         yield await stack.enter_async_context(relay([worker.url for worker in workers], **sections))
@@ -115,6 +118,19 @@ async def test_usage_in_every_chunk_adds_up_over_both_workers() -> None:
         usages = [one["usage"] for one in chunks_of(await ask(rig, CHAT, stream_options=options))]
     assert {one["prompt_tokens"] for one in usages} == {usages[0]["prompt_tokens"]}
     assert [one["completion_tokens"] for one in usages] == [*range(LENGTH + 1), LENGTH]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_with_the_models_tokenizer_tokens_are_counted_however_many_come_in_an_event(path: str) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    models = {MODEL: {"tokenizer": str(TINY)}}
+    async with fleet(CUT, None, worker={"tokenizer": TINY, "stream_interval": 3}, models=models) as rig:
+        resumed = chunks_of(await ask(rig, path, **options))
+        assert (await rig.settled()).resumptions == 1
+        whole = chunks_of(await ask(rig, path, **options))
+    assert text_of(resumed) == text_of(whole)
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [resumed[-1]["usage"][name] for name in counts] == [whole[-1]["usage"][name] for name in counts]
 
 
 async def test_a_stream_may_go_on_more_than_once() -> None:
