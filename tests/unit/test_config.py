@@ -115,7 +115,14 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
         ("index: {url: nonsense}", "kvway.yaml: index.url: must match pattern"),
         ("health: {path: health}", "kvway.yaml: health.path: must match pattern"),
         ("? [a]\n: 1", "kvway.yaml: is not valid YAML: a key must be a plain word"),
-        ("models: {llama: {tokenizer: /nowhere}}", "kvway.yaml: models.llama.tokenizer: /nowhere does not exist"),
+        (
+            "models: {llama: {chat_template: /nowhere}}",
+            "kvway.yaml: models.llama.chat_template: /nowhere does not exist",
+        ),
+        (
+            "models: {llama: {tokenizer: /a, hub: b/c}}",
+            "kvway.yaml: models.llama: tokenizer and hub exclude each other",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key(mistakes, text, message):
@@ -352,9 +359,24 @@ def test_a_model_takes_its_own_settings_then_the_default_ones():
     assert [config.model_config_for(model).source for model in ("a", "b")] == ["engine", "bytes"]
 
 
-def test_the_password_of_the_index_is_masked():
-    config = Config.model_validate({"index": {"url": "redis://user:secret@host:6379/0"}})
+def test_the_passwords_of_the_index_are_masked():
+    secrets = {"url": "redis://user:secret@host:6379/0", "password": "secret", "sentinel_password": "secret"}
+    config = Config.model_validate({"index": secrets})
     assert config.masked()["index"]["url"] == "redis://user:***@host:6379/0"
+    assert "secret" not in str(config.masked()).replace("sentinel_password", "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"tls_cert": "a.pem"}, "tls_key"),
+        ({"password": "x", "password_file": "y"}, "password_file"),
+        ({"url": "http://host"}, "url"),
+    ],
+)
+def test_settings_of_the_index_that_cannot_be_are_named(settings, names):
+    with pytest.raises(ValidationError, match=names):
+        Config.model_validate({"index": settings})
 
 
 def test_the_reference_page_is_the_one_in_the_repository():

@@ -1,0 +1,46 @@
+"""What a Redis URL says."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.errors import ConfigError
+from gateway.index.redis_address import Address, Place, parse_url
+
+
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("redis://h", Place("one", (Address("h", 6379),))),
+        ("redis://h:1/2", Place("one", (Address("h", 1),), db=2)),
+        ("rediss://[::1]:1", Place("one", (Address("::1", 1),), tls=True)),
+        ("redis://:p%40ss@h", Place("one", (Address("h", 6379),), password="p@ss")),
+        ("redis://me:p@h", Place("one", (Address("h", 6379),), username="me", password="p")),
+        ("unix:///a/b.sock?db=3", Place("one", (Address("/a/b.sock", -1),), db=3)),
+        (
+            "redis+sentinel://:p@a,b:2/main/4",
+            Place("sentinel", (Address("a", 26379), Address("b", 2)), service="main", db=4, password="p"),
+        ),
+        ("rediss+cluster://a:1,b", Place("cluster", (Address("a", 1), Address("b", 6379)), tls=True)),
+    ],
+)
+def test_urls_are_understood(url: str, place: Place) -> None:
+    assert parse_url(url) == place
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("redis://:secret@h:port", "h:port"),
+        ("redis://:secret@:1", "no host"),
+        ("redis://:secret@a,b", "redis\\+cluster"),
+        ("redis://:secret@h/x", "'x'"),
+        ("redis://:secret@h/0?ssl_cert_reqs=none", "keys of their own"),
+        ("redis+sentinel://:secret@h", "service"),
+        ("redis+cluster://:secret@h/1", "database"),
+    ],
+)
+def test_what_is_wrong_with_a_url_is_told_without_its_password(url: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what) as error:
+        parse_url(url)
+    assert "secret" not in str(error.value)
