@@ -27,6 +27,7 @@ from pydantic import (
 from gateway.config_source import describe_mistakes, overlay_environment, read_yaml
 from gateway.errors import ConfigError
 from policies.base import PolicyError, create_policy
+from policies.order import OrderError, create_order
 
 
 def _on_disk(path: Path, info: ValidationInfo) -> Path:
@@ -150,7 +151,7 @@ class WorkerConfig(Section):
     )
     pool_tiers: tuple[Literal["host", "disk", "remote"], ...] = Field(
         ("remote",),
-        description="tiers in its events that are the pool; MooncakeStoreConnector and LMCache's connector call it cpu: "
+        description="tiers in its events that are the pool; the connectors of Mooncake and LMCache call it cpu: "
         "write [host, remote] for them",
     )
     prefill: PrefillConfig = Field(PrefillConfig(), description="prefill speed to start from")
@@ -204,8 +205,15 @@ class ResumptionConfig(Section):
 class ModelConfig(Section):
     """How prompts of one model become tokens, how long its requests may take, and whether streams are continued."""
 
-    tokenizer: OnDisk | None = Field(
+    tokenizer: Path | None = Field(
         None, description="directory with tokenizer.json (and chat template), or the file itself"
+    )
+    hub: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?(@[A-Za-z0-9_./-]+)?$",
+        description="instead of tokenizer: repository on the Hugging Face hub, owner/name or owner/name@revision; its "
+        "tokenizer files are downloaded at start unless they are in the cache (HF_HOME, HF_TOKEN and HF_HUB_OFFLINE "
+        "count)",
     )
     chat_template: OnDisk | None = Field(None, description="Jinja file that replaces the tokenizer's own template")
     source: Literal["auto", "tokenizer", "engine", "bytes"] = Field(
@@ -231,10 +239,17 @@ class ModelConfig(Section):
     timeouts: AnswerTimeouts | None = Field(None, description="instead of the top-level ones, for this model")
     resumption: ResumptionConfig | None = Field(None, description="instead of the top-level one, for this model")
 
+    @property
+    def tokenizer_files(self) -> Path | str | None:
+        """Where the tokenizer comes from: a path, or a repository of the hub."""
+        return self.hub if self.tokenizer is None else self.tokenizer
+
     @model_validator(mode="after")
     def _tokenizer_given(self) -> ModelConfig:
-        if self.source == "tokenizer" and self.tokenizer is None:
+        if self.source == "tokenizer" and self.tokenizer_files is None:
             raise ValueError("source is 'tokenizer', but no tokenizer is given; add tokenizer: with its directory")
+        if self.tokenizer is not None and self.hub is not None:
+            raise ValueError("tokenizer and hub exclude each other; keep the one that is to be used")
         return self
 
 
@@ -308,6 +323,28 @@ class IndexConfig(Section):
             raise ValueError("tls_cert and tls_key go together; give both or neither")
         if self.password is not None and self.password_file is not None:
             raise ValueError("password and password_file exclude each other; give one")
+        return self
+
+
+class DispatchConfig(Section):
+    """When a request goes to its worker: at once, or held here until its turn."""
+
+    order: str = Field(
+        "none", description="none, or in which order held requests go on: fifo, least-work, fair; see docs/policies.md"
+    )
+    params: dict[str, Any] = Field({}, description="parameters of the order")
+    budget_tokens: int = Field(
+        8192, ge=1, description="uncached tokens that a worker is given at a time, about what one engine step takes in"
+    )
+    max_held: int = Field(1000, ge=1, description="held per worker; further requests for it get 429")
+
+    @model_validator(mode="after")
+    def _known(self) -> DispatchConfig:
+        if self.order != "none":
+            try:
+                create_order(self.order, self.params)
+            except OrderError as error:
+                raise ValueError(str(error)) from None
         return self
 
 
@@ -392,6 +429,7 @@ class Config(Section):
     prompt: PromptConfig = PromptConfig()
     index: IndexConfig = IndexConfig()
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetryConfig = RetryConfig()
     resumption: ResumptionConfig = ResumptionConfig()
