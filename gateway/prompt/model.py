@@ -12,6 +12,7 @@ from typing import Final
 
 from gateway.config import ModelConfig
 from gateway.prompt.chat import Chat
+from gateway.prompt.hub import fetch
 from gateway.prompt.renderer import ChatRenderer
 from gateway.prompt.segments import Cutter, Segment, SegmentCache, choose_tokens
 from gateway.prompt.special import SpecialRenderer, special_renderer
@@ -51,7 +52,7 @@ class Model:
 
 def load_models(
     configs: Iterable[ModelConfig], max_bytes: int, executor: Executor
-) -> dict[tuple[Path | None, Path | None], Model]:
+) -> dict[tuple[Path | str | None, Path | None], Model]:
     """Load what is configured; what cannot be loaded is logged and left out.
 
     Args:
@@ -60,17 +61,17 @@ def load_models(
         executor: where long texts are encoded and plans drawn up.
 
     Returns:
-        Models by tokenizer path and template path.
+        Models by ``ModelConfig.tokenizer_files`` and template path.
     """
     wanted = {
-        (config.tokenizer, config.chat_template): config.tokenizer
+        (config.tokenizer_files, config.chat_template): config.tokenizer_files
         for config in configs
-        if config.tokenizer is not None and config.source in ("auto", "tokenizer")
+        if config.tokenizer_files is not None and config.source in ("auto", "tokenizer")
     }
-    tokenizers: dict[Path, Tokenizer] = {}
-    for path in dict.fromkeys(wanted.values()):
+    tokenizers: dict[Path | str, Tokenizer] = {}
+    for files in dict.fromkeys(wanted.values()):
         try:
-            tokenizers[path] = load_tokenizer(path)
+            tokenizers[files] = _load(files)
         except TokenizerError as error:
             log.warning("%s. Until then its models are routed by approximate chunks of bytes", error)
     by_digest = {tokenizer.digest: tokenizer for tokenizer in tokenizers.values()}
@@ -79,9 +80,9 @@ def load_models(
         for digest, tokenizer in by_digest.items()
     }
     return {
-        key: _assemble(tokenizers[path], key[1], caches[tokenizers[path].digest], executor)
-        for key, path in wanted.items()
-        if path in tokenizers
+        key: _assemble(tokenizers[files], key[1], caches[tokenizers[files].digest], executor)
+        for key, files in wanted.items()
+        if files in tokenizers
     }
 
 
@@ -89,14 +90,18 @@ def find_problems(configs: Iterable[ModelConfig]) -> list[str]:
     """Return what ``load_models`` would log: one line for each tokenizer or template that cannot be used."""
     problems = []
     for config in configs:
-        if config.tokenizer is None or config.source not in ("auto", "tokenizer"):
+        if config.tokenizer_files is None or config.source not in ("auto", "tokenizer"):
             continue
         try:
-            tokenizer = load_tokenizer(config.tokenizer)
+            tokenizer = _load(config.tokenizer_files)
             load_templates(tokenizer.directory, tokenizer.config, config.chat_template, tokenizer.special_tokens)
         except (TokenizerError, TemplateError) as error:
             problems.append(str(error))
     return problems
+
+
+def _load(files: Path | str) -> Tokenizer:
+    return load_tokenizer(files if isinstance(files, Path) else fetch(files))
 
 
 def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCache, executor: Executor) -> Model:

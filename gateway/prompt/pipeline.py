@@ -300,7 +300,9 @@ class PromptPipeline:
         source = self._sources.get(candidates.model)
         if source is None:
             config = self._config.model_config_for(candidates.model)
-            model = self._models.get((config.tokenizer, config.chat_template)) if config.source != "bytes" else None
+            model = (
+                self._models.get((config.tokenizer_files, config.chat_template)) if config.source != "bytes" else None
+            )
             source = self._sources[candidates.model] = Source.of(config, model)
         return source
 
