@@ -382,3 +382,9 @@ def test_settings_of_the_index_that_cannot_be_are_named(settings, names):
 def test_the_reference_page_is_the_one_in_the_repository():
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert page.read_text("utf-8") == reference(), "run: python -m gateway.config > docs/configuration.md"
+
+
+def test_a_tokenizer_that_is_not_there_is_no_mistake_it_may_lie_on_a_volume_that_is_not_mounted(tmp_path: Path) -> None:
+    file = tmp_path / "kvway.yaml"
+    file.write_text("models: {llama: {tokenizer: /nowhere}}")
+    assert load_config(file, {}).models["llama"].tokenizer == Path("/nowhere")
