@@ -12,10 +12,11 @@ from typing import Final
 
 from gateway.config import ModelConfig
 from gateway.prompt.chat import Chat
+from gateway.prompt.harmony import HarmonyRenderer
 from gateway.prompt.hub import fetch
 from gateway.prompt.renderer import ChatRenderer
 from gateway.prompt.segments import Cutter, Segment, SegmentCache, choose_tokens
-from gateway.prompt.special import SpecialRenderer, special_renderer
+from gateway.prompt.special import HARMONY, SpecialRenderer, special_renderer
 from gateway.prompt.template import ChatTemplate, TemplateError, load_templates
 from gateway.prompt.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
@@ -40,6 +41,7 @@ class Model:
         before: what the engine puts before a text with ``add_special_tokens``.
         after: what it puts after it.
         special: how the engine renders chats, if not with a chat template.
+        harmony: renders them, where that is Harmony and its library is there.
     """
 
     segments: SegmentCache
@@ -48,6 +50,7 @@ class Model:
     before: list[Segment]
     after: list[Segment]
     special: SpecialRenderer | None = None
+    harmony: HarmonyRenderer | None = None
 
 
 def load_models(
@@ -106,12 +109,14 @@ def _load(files: Path | str) -> Tokenizer:
 
 def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCache, executor: Executor) -> Model:
     special = special_renderer(tokenizer.directory)
+    is_harmony = special is HARMONY and HarmonyRenderer.is_available()
     if special is not None:
         log.warning(
-            "%s: vLLM renders this model's chats with %s, not with a template; they are left to the engine, which must "
-            "be started with --enable-scale-out",
+            "%s: vLLM renders this model's chats with %s, not with a template; %s left to the engine, which must be "
+            "started with --enable-scale-out",
             tokenizer.directory,
             special.name,
+            "Responses are" if is_harmony else "they are",
         )
     try:
         templates = load_templates(tokenizer.directory, tokenizer.config, template, tokenizer.special_tokens)
@@ -126,6 +131,7 @@ def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCach
         [Segment(tokenizer.prefix)] if tokenizer.prefix else [],
         [Segment(tokenizer.suffix)] if tokenizer.suffix else [],
         special,
+        HarmonyRenderer(templates or ()) if is_harmony else None,
     )
 
 

@@ -25,12 +25,21 @@ from gateway.prompt.engine import (
     chunk_extras,
     without_tensors,
 )
+from gateway.prompt.harmony import HarmonyRenderer
 from gateway.prompt.model import Model, load_models
 from gateway.prompt.parsing import KnownMessages, parse_request
 from gateway.prompt.passing import with_token_ids
 from gateway.prompt.plan import Pieces
 from gateway.prompt.renderer import ChatRenderer
-from gateway.prompt.request import ABSENT, ChatRequest, CompletionRequest, InferenceRequest, Message, MessagesRequest
+from gateway.prompt.request import (
+    ABSENT,
+    ChatRequest,
+    CompletionRequest,
+    InferenceRequest,
+    Message,
+    MessagesRequest,
+    ResponsesRequest,
+)
 from gateway.prompt.segments import Segment
 from gateway.prompt.selfcheck import SelfCheck
 from gateway.prompt.template import TemplateError
@@ -167,7 +176,8 @@ class PromptPipeline:
             candidates: as for ``prompt``.
         """
         if prompt.tokenized and self.checks.due(candidates.model):
-            self.checks.begin(path, body, partial(_payload, request), prompt.ids, candidates)
+            payload = partial(_payload, request) if self._source(candidates).tokenizes_alike else _nothing_alike
+            self.checks.begin(path, body, payload, prompt.ids, candidates)
 
     def body_with_ids(self, body: bytes, prompt: Prompt, candidates: Candidates) -> bytes | None:
         """Return the body to send in place of ``body``, where its model wants token ids passed on; else None.
@@ -182,6 +192,8 @@ class PromptPipeline:
         source = self._source(candidates)
         model = source.model
         if model is None or model.renderer is None or request.chat_template is not None:
+            if model is not None and model.harmony is not None and not isinstance(request, ResponsesRequest):
+                return await self._harmony(request, candidates, model, model.harmony)
             return await self._chat_elsewhere(request, candidates, source)
         if isinstance(request, MessagesRequest):
             model.renderer.settle(request)
@@ -207,6 +219,14 @@ class PromptPipeline:
             texts = renderer.rendered(request, chat)
         renderer.learn(request, outlined, chat, texts)
         return texts
+
+    async def _harmony(
+        self, request: ChatRequest, candidates: Candidates, model: Model, harmony: HarmonyRenderer
+    ) -> Prompt:
+        pieces = harmony.pieces(request)
+        made = iter(await model.segments.get([piece for piece in pieces if not isinstance(piece, Segment)]))
+        segments = [piece if isinstance(piece, Segment) else next(made) for piece in pieces]
+        return self._exact(segments, self._root(request, candidates))
 
     async def _chat_elsewhere(self, request: ChatRequest, candidates: Candidates, source: Source) -> Prompt:
         if request.chat_template is not None and not source.takes_templates:
@@ -326,6 +346,10 @@ class PromptPipeline:
 
     def _estimate(self, length: int) -> int:
         return max(1, int(length / self._bytes_per_token))
+
+
+def _nothing_alike() -> dict[str, Any]:
+    raise EngineError("only /render would make the tokens with which the request runs")
 
 
 def _payload(request: InferenceRequest) -> dict[str, Any]:

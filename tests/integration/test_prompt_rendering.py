@@ -11,6 +11,7 @@ import pytest
 from gateway.config import Config
 from gateway.events.assembler import Assembler
 from gateway.events.decode import decode_batch
+from gateway.prompt import harmony as harmony_module
 from gateway.prompt.engine import without_tensors
 from gateway.prompt.pipeline import PromptPipeline
 from policies.base import Tier
@@ -45,7 +46,8 @@ def pipeline_with(**model):
 
 
 @pytest.fixture
-def harmony(tmp_path):
+def harmony(tmp_path, monkeypatch):
+    monkeypatch.setattr(harmony_module, "openai_harmony", None)  # as without the extra
     (save(reference(), tmp_path) / "config.json").write_text('{"model_type": "gpt_oss"}')
     (tmp_path / "chat_template.jinja").write_text("not what vLLM uses: {{ messages[0].content }}")
     return str(tmp_path)
