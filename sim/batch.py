@@ -12,6 +12,7 @@ and ``generated`` is the difference to the worker's count of decode steps.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
@@ -85,6 +86,16 @@ class BatchWorker:
             hit, _ = self.lookup(job.chain, job.prompt_tokens)
             self.tiers.prefetch(job.chain.hashes, len(hit), now)
         self.waiting.append(job)
+
+    def insert(self, hashes: Sequence[int]) -> None:
+        """Hold a run of blocks that came from elsewhere, as far as there is room that no request uses."""
+        chain = BlockChain(hashes)
+        hit = self.cache.lookup(chain, len(hashes))
+        new = len(hashes) - len(hit)
+        if new and self.cache.fits(hit, new):
+            blocks = self.cache.allocate(new, hit)
+            self.cache.commit(chain, blocks, len(hit), len(hashes))
+            self.cache.release(blocks)
 
     def wake_at(self) -> float:
         """Return when the next reload ends, for a worker that had nothing to start; infinite: there is none."""

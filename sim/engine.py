@@ -7,26 +7,27 @@ that cuts the run short. Policies are those of ``policies``, called as the gatew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-
-from policies.base import N_TIERS
+from policies.base import Tier
 from sim.batch import BatchWorker
 from sim.cache import BlockChain
-from sim.fleet import FleetSettings
+from sim.disaggregation import Disaggregation
+from sim.fleet import Failure, FleetSettings
 from sim.index import FleetIndex
 from sim.jobs import BatchLimits, Job
-from sim.requests import Trace, named_tokens
+from sim.records import Records
+from sim.replication import Replication
+from sim.requests import Trace, named_tokens, next_turns
 from sim.results import SimResult
 from sim.router import Dispatch, Router, make_policy
-from sim.sampling import Samples
-from sim.tiers import TierChange, make_stacks
+from sim.sampling import Samples, totals
+from sim.tiers import EVERYONE, TierChange, make_stacks
 
 Progress = Callable[[int, int], None]
 """Called now and then with the requests answered so far, and all of them."""
@@ -60,35 +61,32 @@ def simulate(
         PolicyError: unknown policy or parameters (a ``ValueError`` too).
     """
     trace.check()
-    _check_fit(trace, fleet)
-    return _Simulation(trace, fleet, policy_name, policy_params, seed, on_progress).run()
-
-
-def _check_fit(trace: Trace, fleet: FleetSettings) -> None:
-    size = trace.block_tokens
-    if size % fleet.block_tokens:
-        raise ValueError(
-            f"trace {trace.name!r} names blocks of {size} tokens: not a multiple of the engine's {fleet.block_tokens}"
-        )
-    most = fleet.capacity_tokens // size
-    for number, request in enumerate(trace.requests):
-        if -(-(request.prompt_tokens + request.output_tokens) // size) > most:
-            raise ValueError(
-                f"trace {trace.name!r}, request {number}: {request.prompt_tokens} + {request.output_tokens} tokens do "
-                f"not fit the {fleet.capacity_tokens} tokens of a worker's HBM; raise capacity_tokens"
-            )
+    fleet.check(trace)
+    return Simulation(trace, fleet, policy_name, policy_params, seed, on_progress).run()
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request between its arrival and its last token."""
+    """A request on a worker, or on its way to one.
+
+    Attributes:
+        job: what the worker has of it.
+        replica: the gateway that sent it.
+        dispatch: how it is counted there.
+        leg: all of it, its prefill, or what comes after a prefill elsewhere.
+        life: the worker's, when it was sent.
+    """
 
     job: Job
-    router: int
+    replica: int
     dispatch: Dispatch
+    leg: Literal["whole", "prefill", "decode"]
+    life: int
 
 
-class _Simulation:
+class Simulation:
+    """One run; see ``simulate``."""
+
     def __init__(
         self,
         trace: Trace,
@@ -100,107 +98,126 @@ class _Simulation:
     ) -> None:
         self.trace = trace
         self.settings = fleet
-        self.policy_name = policy_name
-        self.on_progress = on_progress
+        self.now = 0.0
+        self.index = FleetIndex(fleet.workers)
+        self.records = Records(trace)
         size = trace.block_tokens
-        self.limits = BatchLimits(
+        limits = BatchLimits(
             fleet.capacity_tokens // size + 1, size, fleet.block_tokens, fleet.max_batched_tokens, fleet.max_running
         )
-        self.workers = [
-            BatchWorker(self.limits, fleet.speed, tiers, fleet.eviction) for tiers in make_stacks(fleet, size)
-        ]
-        self.up = list(range(fleet.workers))
-        gateway = fleet.gateway
-        self.index = FleetIndex(fleet.workers)
+        self.workers = [BatchWorker(limits, fleet.speed, tiers, fleet.eviction) for tiers in make_stacks(fleet, size)]
         self.routers = [
-            Router(
-                make_policy(policy_name, policy_params, seed + replica),
-                fleet,
-                FleetIndex(fleet.workers) if gateway.approximate else self.index,
-                size,
-            )
-            for replica in range(gateway.replicas)
+            Router(make_policy(policy_name, policy_params, seed + replica), fleet, self._index_of_gateway(), size)
+            for replica in range(fleet.gateway.replicas)
         ]
-        self.now = 0.0
-        self.live: dict[int, _Live] = {}
-        self.done = 0
-        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._numbers = count()
-        self._next_of: dict[int, int] = _next_turns(trace) if trace.closed_loop else {}
+        self._policy_name = policy_name
+        self._on_progress = on_progress
+        self._up = list(range(fleet.workers))
+        self._lives = [0] * fleet.workers
+        self._live: dict[int, _Live] = {}
+        self._held: list[int] = []  # requests that came while no worker was up
+        self._retries = self._lost = 0
+        self._next_of: dict[int, int] = next_turns(trace) if trace.closed_loop else {}
+        self._apart = Disaggregation(fleet.disaggregation, fleet, size) if fleet.disaggregation else None
+        self._replication = Replication(fleet.replication, fleet, size) if fleet.replication else None
         self._samples = Samples(fleet.workers, fleet.sample_s)
         self._scrape_at = 0.0
-        n = len(trace.requests)
-        self.arrival_s = np.full(n, np.nan)
-        self.ttft_s = np.full(n, np.nan)
-        self.wait_s = np.full(n, np.nan)
-        self.finish_s = np.full(n, np.nan)
-        self.itl_s = np.full(n, np.nan)
-        self.hit_tokens = np.zeros((n, N_TIERS), np.int64)
-        self.expected = np.zeros(n, np.int64)
-        self.worker = np.full(n, -1)
+        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._numbers = count()
 
     def run(self) -> SimResult:
-        self._schedule_arrivals()
+        """Let everything happen; requests that no worker is left for stay unanswered."""
+        followers = set(self._next_of.values())
+        for number, request in enumerate(self.trace.requests):
+            if number not in followers:
+                self._at(request.arrival_s, self._arrive, number)
+        for failure in self.settings.failures:
+            self._at(failure.at_s, self._fail, failure)
+        if self._replication is not None:
+            self._at(self._replication.settings.interval_s, self._replicate)
         heap = self._heap
-        while heap and self.done < len(self.finish_s):
+        while heap and not self.records.complete:
             at, _, action, argument = heappop(heap)
             if at >= self._samples.due_at or at >= self._scrape_at:
                 self._observe(at)
             self.now = at
             action(argument)
-        return self._result()
+        return self.records.result(self._policy_name, self._samples.arrays(), self._counters())
 
-    def at(self, when: float, action: Callable[[Any], None], argument: Any = None) -> None:
-        """Have ``action(argument)`` called at simulated time ``when``."""
+    def _at(self, when: float, action: Callable[[Any], None], argument: Any = None) -> None:
         heappush(self._heap, (when, next(self._numbers), action, argument))
 
-    def _schedule_arrivals(self) -> None:
-        followers = set(self._next_of.values())
-        for number, request in enumerate(self.trace.requests):
-            if number not in followers:
-                self.at(request.arrival_s, self._arrive, number)
+    # A request's way
 
     def _arrive(self, number: int) -> None:
-        self.arrival_s[number] = self.now
-        gateway = self.settings.gateway
-        delay = gateway.overhead_s + gateway.tokenize_s_per_token * self.trace.requests[number].prompt_tokens
+        request, gateway = self.trace.requests[number], self.settings.gateway
+        self.records.arrival_s[number] = self.now
+        if self._replication is not None:
+            self._replication.count(request, self.trace.block_tokens)
+        delay = gateway.overhead_s + gateway.tokenize_s_per_token * request.prompt_tokens
         if delay:
-            self.at(self.now + delay, self._route, number)
+            self._at(self.now + delay, self._route, number)
         else:
             self._route(number)
 
     def _route(self, number: int) -> None:
-        request, size = self.trace.requests[number], self.trace.block_tokens
-        replica = number % len(self.routers)
-        dispatch = self.routers[replica].route(request, self.up, self.now)
-        self._tell_others(replica, lambda router: router.hear_dispatch(number, dispatch.flight, self.now))
-        self.expected[number] = dispatch.expected_hit_tokens
+        if not self._up:
+            self._held.append(number)
+            return
+        request, replica = self.trace.requests[number], number % len(self.routers)
+        router, workers = self.routers[replica], self._up
+        leg: Literal["whole", "prefill"] = "whole"
+        if self._apart is not None:
+            prefill, decode = self._apart.pools(workers)
+            workers = decode or prefill
+            if self._apart.applies(request, router, prefill, decode, self.now):
+                workers, leg = prefill, "prefill"
+        dispatch = router.route(request, workers, self.now)
+        self.records.decided(number, dispatch.expected_hit_tokens)
+        live = self._count(number, replica, dispatch, leg)
+        self._deliver(live)
+
+    def _count(
+        self, number: int, replica: int, dispatch: Dispatch, leg: Literal["whole", "prefill", "decode"]
+    ) -> _Live:
+        request = self.trace.requests[number]
         job = Job(
             number,
             BlockChain(request.chunks),
             request.prompt_tokens,
-            request.output_tokens,
-            named_tokens(request, size),
+            1 if leg == "prefill" else request.output_tokens,
+            named_tokens(request, self.trace.block_tokens),
+            received=leg == "decode",
             pin_s=self.settings.eviction.tool_ttl_s if request.tool_call else 0.0,
         )
-        self.live[number] = _Live(job, replica, dispatch)
-        worker = self.workers[dispatch.worker]
-        worker.add(job, self.now)
-        if worker.ends_at == inf:
-            self._start(dispatch.worker)
-        else:
-            ends_at = worker.ends_at
-            worker.cut(self.now)
-            if worker.ends_at != ends_at:
-                self.at(worker.ends_at, self._run_ended, dispatch.worker)
+        live = self._live[number] = _Live(job, replica, dispatch, leg, self._lives[dispatch.worker])
+        self._tell_others(replica, lambda router: router.hear_dispatch(number, dispatch.flight, self.now))
+        return live
+
+    def _deliver(self, live: _Live) -> None:
+        """The request reaches its worker, which may have died while the prompt's KV was on its way."""
+        row = live.dispatch.worker
+        if live.life != self._lives[row]:
+            self._leave(live)
+            self._route(live.job.number)
+            return
+        worker = self.workers[row]
+        worker.add(live.job, self.now)
+        ends_at = worker.ends_at
+        if ends_at == inf:
+            self._start(row)
+            return
+        worker.cut(self.now)
+        if worker.ends_at != ends_at:
+            self._at(worker.ends_at, self._run_ended, row)
 
     def _start(self, row: int) -> None:
         worker = self.workers[row]
         if worker.start(self.now):
-            self.at(worker.ends_at, self._run_ended, row)
+            self._at(worker.ends_at, self._run_ended, row)
         elif (wake_at := worker.wake_at()) < inf:
-            self.at(wake_at, self._wake, row)
-        self._publish(worker.take_changes())
+            self._at(wake_at, self._wake, row)
+        self._publish(row)
 
     def _wake(self, row: int) -> None:
         if self.workers[row].ends_at == inf:
@@ -208,38 +225,65 @@ class _Simulation:
 
     def _run_ended(self, row: int) -> None:
         worker = self.workers[row]
-        if worker.ends_at != self.now:  # it was cut short, and has ended already
+        if worker.ends_at != self.now:  # it was cut short and has ended already, or its worker has died
             return
         first, done = worker.finish(self.now)
         for job in first:
-            self._answer(job)
+            self._answer(self._live[job.number])
         for job in done:
-            self._end(job)
+            self._end(self._live[job.number])
         self._start(row)
 
-    def _answer(self, job: Job) -> None:
-        number, live = job.number, self.live[job.number]
-        self.ttft_s[number] = self.now - self.arrival_s[number]
-        self.routers[live.router].first_byte(live.dispatch, self.now)
-        self._tell_others(live.router, lambda router: router.hear_first_byte(number, self.now))
+    def _answer(self, live: _Live) -> None:
+        job = live.job
+        self.routers[live.replica].first_byte(live.dispatch, self.now)
+        self._tell_others(live.replica, lambda router: router.hear_first_byte(job.number, self.now))
+        if live.leg != "decode":
+            self.records.admitted(job.number, job.started_at, job.hit_tokens)
+        if live.leg != "prefill":
+            self.records.answered(job.number, self.now)
 
-    def _end(self, job: Job) -> None:
-        number, live = job.number, self.live.pop(job.number)
-        self.routers[live.router].end(live.dispatch, self.now)
-        self._tell_others(live.router, lambda router: router.hear_end(number, self.now))
-        self.finish_s[number] = self.now
-        self.wait_s[number] = job.started_at - self.arrival_s[number]
-        self.worker[number] = live.dispatch.worker
-        self.hit_tokens[number] = job.hit_tokens
-        if job.output_tokens > 1:
-            self.itl_s[number] = (self.now - job.first_at) / (job.output_tokens - 1)
-        self.done += 1
-        total = len(self.trace.requests)
-        if self.on_progress is not None and (self.done % max(1, total // PROGRESS_STEPS) == 0 or self.done == total):
-            self.on_progress(self.done, total)
+    def _end(self, live: _Live) -> None:
+        self._leave(live)
+        if live.leg == "prefill":
+            self._hand_over(live)
+            return
+        self.records.finished(live.job.number, live.dispatch.worker, self.now)
+        self._go_on(live.job.number)
+
+    def _leave(self, live: _Live) -> None:
+        """The request is no longer on its worker."""
+        number = live.job.number
+        del self._live[number]
+        self.routers[live.replica].end(live.dispatch, self.now)
+        self._tell_others(live.replica, lambda router: router.hear_end(number, self.now))
+
+    def _go_on(self, number: int) -> None:
+        """A request is over: the conversation goes on."""
+        done, total = self.records.done, len(self.trace.requests)
+        if self._on_progress is not None and (done % max(1, total // PROGRESS_STEPS) == 0 or done == total):
+            self._on_progress(done, total)
         following = self._next_of.get(number)
         if following is not None:
-            self.at(self.now + self.trace.requests[following].think_s, self._arrive, following)
+            self._at(self.now + self.trace.requests[following].think_s, self._arrive, following)
+
+    def _hand_over(self, live: _Live) -> None:
+        """A prompt is computed: its KV goes to a decode worker, and the request after it."""
+        assert self._apart is not None
+        job, request = live.job, self.trace.requests[live.job.number]
+        _, decode = self._apart.pools(self._up)
+        if not decode or self._apart.link.down_until > self.now:
+            self._route(job.number)
+            return
+        dispatch = self.routers[live.replica].place(request, decode, self.now)
+        _, held = self.workers[dispatch.worker].lookup(job.chain, job.prompt_tokens)
+        arrives_at = self._apart.arrives_at(job.prompt_tokens - held, job.first_at - job.started_at, self.now)
+        self._at(arrives_at, self._deliver, self._count(job.number, live.replica, dispatch, "decode"))
+
+    # What the gateways hear
+
+    def _index_of_gateway(self) -> FleetIndex:
+        return FleetIndex(self.settings.workers) if self.settings.gateway.approximate else self.index
 
     def _tell_others(self, replica: int, news: Callable[[Router], None]) -> None:
         lag = self.settings.gateway.sync_lag_s
@@ -247,20 +291,24 @@ class _Simulation:
             return
         for other, router in enumerate(self.routers):
             if other != replica:
-                self.at(self.now + lag, news, router)
+                self._at(self.now + lag, news, router)
 
-    def _publish(self, changes: list[TierChange]) -> None:
-        """Let the gateways know, in time, how caches have changed."""
-        gateway = self.settings.gateway
-        if not changes or gateway.approximate:
+    def _publish(self, row: int) -> None:
+        """Let the gateways know, in time, how a worker's caches have changed."""
+        changes = self.workers[row].take_changes()
+        if not changes:
             return
-        if gateway.event_lag_s:
-            self.at(self.now + gateway.event_lag_s, self._learn, changes)
+        news = (row, self._lives[row], changes)
+        if self.settings.gateway.event_lag_s:
+            self._at(self.now + self.settings.gateway.event_lag_s, self._learn, news)
         else:
-            self._learn(changes)
+            self._learn(news)
 
-    def _learn(self, changes: list[TierChange]) -> None:
+    def _learn(self, news: tuple[int, int, Sequence[TierChange]]) -> None:
+        row, life, changes = news
         for change in changes:
+            if change.worker != EVERYONE and life != self._lives[row]:  # of a cache that is gone
+                continue
             if change.stored:
                 self.index.store(change.worker, change.hashes, change.tier)
             else:
@@ -274,43 +322,81 @@ class _Simulation:
             interval = self.settings.gateway.metrics_s
             self._scrape_at += interval * (1 + (until - self._scrape_at) // interval)
             for router in self.routers:
-                for row, worker in enumerate(self.workers):
-                    router.fleet.engine_running[row] = len(worker.running)
-                    router.fleet.engine_waiting[row] = len(worker.waiting)
-                    router.fleet.kv_usage[row] = worker.cache.usage
+                router.scrape(self.workers)
 
-    def _result(self) -> SimResult:
-        requests = self.trace.requests
-        finished = self.finish_s[np.isfinite(self.finish_s)]
-        return SimResult(
-            policy=self.policy_name,
-            trace=self.trace.name,
-            arrival_s=self.arrival_s,
-            ttft_s=self.ttft_s,
-            itl_s=self.itl_s,
-            wait_s=self.wait_s,
-            finish_s=self.finish_s,
-            prompt_tokens=np.array([request.prompt_tokens for request in requests], np.int64),
-            output_tokens=np.array([request.output_tokens for request in requests], np.int64),
-            hit_tokens=self.hit_tokens,
-            expected_hit_tokens=self.expected,
-            worker=self.worker,
-            **self._samples.arrays(),
-            counters={
-                "preemptions": float(sum(worker.preemptions for worker in self.workers)),
-                "evictions": float(sum(worker.evictions for worker in self.workers)),
-            },
-            duration_s=float(finished.max(initial=0.0) - np.nanmin(self.arrival_s)) if len(finished) else 0.0,
-        )
+    # What breaks, and what is done against it
 
+    def _fail(self, failure: Failure) -> None:
+        if failure.worker is None:
+            self._lose_link(failure.link, self.now + failure.down_s)
+        elif failure.worker in self._up:
+            self._die(failure.worker, failure.cold)
+            if failure.down_s < inf:
+                self._at(self.now + failure.down_s, self._return, failure.worker)
 
-def _next_turns(trace: Trace) -> dict[int, int]:
-    """Return for each request the number of the same session's next one."""
-    following: dict[int, int] = {}
-    latest: dict[str, int] = {}
-    for number, request in enumerate(trace.requests):
-        if request.session is not None:
-            if request.session in latest:
-                following[latest[request.session]] = number
-            latest[request.session] = number
-    return following
+    def _lose_link(self, name: str, until: float) -> None:
+        if self._apart is not None and name == "transfer":
+            self._apart.link.fail(until)
+        for worker in self.workers:
+            for store in worker.tiers.stores if worker.tiers is not None else ():
+                if store.settings.name == name:
+                    store.read.fail(until)
+                    store.write.fail(until)
+
+    def _die(self, row: int, cold: bool) -> None:
+        """A worker is gone with its caches; what it had not begun to answer goes elsewhere."""
+        self._publish(row)
+        self._up = [worker for worker in self._up if worker != row]
+        self._lives[row] += 1
+        worker, tiers = self.workers[row], [Tier.HBM, Tier.HOST]
+        if cold:
+            tiers.append(Tier.DISK)
+        lives = [self._live[job.number] for job in worker.abandon()]
+        for live in lives:
+            self._leave(live)
+        if worker.tiers is not None:
+            worker.tiers.lose(tiers)
+        self.index.clear(row, tiers)
+        for router in self.routers:
+            router.lost(row)
+        for live in lives:
+            number = live.job.number
+            if live.job.first_at < 0:
+                self._retries += 1
+                self._route(number)
+            else:
+                self._lost += 1
+                self.records.lost(number)
+                self._go_on(number)
+
+    def _return(self, row: int) -> None:
+        self._up = sorted([*self._up, row])
+        held, self._held = self._held, []
+        for number in held:
+            self._route(number)
+
+    def _replicate(self, _: None) -> None:
+        assert self._replication is not None
+        loads = {
+            row: sum(float(router.fleet.pending_prefill_tokens[row]) for router in self.routers) for row in self._up
+        }
+        for row, prefix in self._replication.copies(self.index, loads):
+            arrives_at = self._replication.arrives_at(prefix, self.now)
+            self._at(arrives_at, self._insert, (row, self._lives[row], prefix))
+        if self._heap:  # otherwise nothing will ever happen again
+            self._at(self.now + self._replication.settings.interval_s, self._replicate)
+
+    def _insert(self, copy: tuple[int, int, Sequence[int]]) -> None:
+        row, life, prefix = copy
+        if life == self._lives[row]:
+            self.workers[row].insert(prefix)
+            self._publish(row)
+
+    def _counters(self) -> dict[str, float]:
+        counters = totals(self.workers) | {"retries": float(self._retries), "lost": float(self._lost)}
+        if self._apart is not None:
+            counters["transfers"] = float(self._apart.transfers)
+            counters["transfer_bytes"] = self._apart.link.moved_bytes
+        if self._replication is not None:
+            counters["replicated_bytes"] = self._replication.link.moved_bytes
+        return counters

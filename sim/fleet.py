@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from policies.base import Tier
 from sim.profiles import LINKS, Profile, find_profile
+from sim.requests import Trace
 
 EvictionName = Literal["lru", "radix", "cost", "salience"]
 OffloadName = Literal["store", "evict"]
@@ -135,6 +136,80 @@ class GatewaySettings:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class DisaggregationSettings:
+    """Prompts are computed by some workers and decoded by the others.
+
+    Attributes:
+        prefill_workers: the first so many of the fleet prefill, the others decode.
+        bytes_per_s: effective bandwidth of the link between them, shared by all transfers.
+        latency_s: seconds before the first byte of a transfer.
+        least_tokens: prompts of which the best decode worker would have to compute fewer tokens than this stay there
+            as a whole; 0: all go through both.
+    """
+
+    prefill_workers: int
+    bytes_per_s: float = 40e9
+    latency_s: float = 2e-3
+    least_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prefill_workers < 1:
+            raise ValueError(f"disaggregation: prefill_workers must be at least 1, not {self.prefill_workers}")
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"disaggregation: bytes_per_s must be above 0, not {self.bytes_per_s}")
+        if not 0 <= self.latency_s < inf or self.least_tokens < 0:
+            raise ValueError("disaggregation: latency_s and least_tokens must not be negative")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Failure:
+    """Something breaks, and comes back.
+
+    Attributes:
+        at_s: when.
+        down_s: for how long; infinite: for good.
+        worker: the worker that dies, with its HBM and host memory; None: none does.
+        link: name of the tier whose links are lost, ``transfer`` for the one between prefill and decode; empty: none.
+        cold: the worker comes back without what lay on its disks as well.
+    """
+
+    at_s: float
+    down_s: float = inf
+    worker: int | None = None
+    link: str = ""
+    cold: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_s < inf or not self.down_s > 0:
+            raise ValueError(f"failure: at_s ({self.at_s}) must not be negative and down_s ({self.down_s}) above 0")
+        if (self.worker is None) == (not self.link):
+            raise ValueError("failure: names a worker or a link, one of them")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ReplicationSettings:
+    """Prefixes that many requests use are copied to further workers before these need them.
+
+    Attributes:
+        copies: workers that are to hold a hot prefix.
+        uses: requests within ``interval_s`` that make a prefix hot.
+        interval_s: how often hot prefixes are looked for.
+        bytes_per_s: effective bandwidth of the network, shared by all copies.
+    """
+
+    copies: int = 2
+    uses: int = 16
+    interval_s: float = 10.0
+    bytes_per_s: float = 20e9
+
+    def __post_init__(self) -> None:
+        if self.copies < 1 or self.uses < 1:
+            raise ValueError(f"replication: copies ({self.copies}) and uses ({self.uses}) must be at least 1")
+        if not 0 < self.interval_s < inf or not self.bytes_per_s > 0:
+            raise ValueError("replication: interval_s and bytes_per_s must be above 0")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class FleetSettings:
     """A fleet of equal workers.
 
@@ -153,6 +228,9 @@ class FleetSettings:
         layers: transformer layers: a reload overlaps with the prefill behind it layer by layer; 1: not at all.
         eviction: what goes first when HBM is full.
         gateway: what the gateway does not know.
+        disaggregation: prefill and decode apart; None: every worker does both.
+        failures: what breaks, and when.
+        replication: copies of hot prefixes; None: none are made.
         sample_s: seconds between two samples of each worker's load.
     """
 
@@ -168,6 +246,9 @@ class FleetSettings:
     layers: int = 80
     eviction: EvictionSettings = field(default_factory=EvictionSettings)
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    disaggregation: DisaggregationSettings | None = None
+    failures: tuple[Failure, ...] = ()
+    replication: ReplicationSettings | None = None
     sample_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -186,7 +267,39 @@ class FleetSettings:
         order = [tier.tier for tier in self.tiers]
         if order != sorted(order):
             raise ValueError("fleet: tiers must be listed fastest first: HOST, DISK, REMOTE")
-        _ = self.speed
+        apart = self.disaggregation
+        if apart is not None and apart.prefill_workers >= self.workers:
+            raise ValueError(
+                f"fleet: {apart.prefill_workers} of {self.workers} workers prefill: none is left to decode"
+            )
+        self._check_failures()
+        if isinstance(self.profile, str):
+            find_profile(self.profile)
+
+    def _check_failures(self) -> None:
+        links = {tier.name for tier in self.tiers}
+        if self.disaggregation is not None:
+            links.add("transfer")
+        for failure in self.failures:
+            if failure.worker is not None and not 0 <= failure.worker < self.workers:
+                raise ValueError(f"fleet: failure of worker {failure.worker}: workers are 0 to {self.workers - 1}")
+            if failure.link and failure.link not in links:
+                known = ", ".join(sorted(links)) or "none"
+                raise ValueError(f"fleet: failure of link {failure.link!r}: known links: {known}")
+
+    def check(self, trace: Trace) -> None:
+        """Raise ValueError, naming the request, if the fleet cannot serve a trace."""
+        size, most = trace.block_tokens, self.capacity_tokens // trace.block_tokens
+        if size % self.block_tokens:
+            raise ValueError(
+                f"trace {trace.name!r} names blocks of {size} tokens: not a multiple of the engine's {self.block_tokens}"
+            )
+        for number, request in enumerate(trace.requests):
+            if -(-(request.prompt_tokens + request.output_tokens) // size) > most:
+                raise ValueError(
+                    f"trace {trace.name!r}, request {number}: {request.prompt_tokens} + {request.output_tokens} tokens "
+                    f"do not fit the {self.capacity_tokens} tokens of a worker's HBM; raise capacity_tokens"
+                )
 
     @property
     def speed(self) -> Profile:

@@ -49,9 +49,9 @@ class FleetIndex:
         kept = {chunk: mask & ~lost for chunk, mask in self._masks.items()}
         self._masks = {chunk: mask for chunk, mask in kept.items() if mask}
 
-    def holders(self, chunk: int) -> int:
-        """Return how many workers hold a chunk in HBM."""
-        return (self._masks.get(chunk, 0) & self._hbm_bits).bit_count()
+    def holders(self, chunk: int) -> list[int]:
+        """Return the workers that hold a chunk in HBM."""
+        return _workers(self._masks.get(chunk, 0) & self._hbm_bits)
 
     def residency(
         self, chunks: Sequence[int], block_tokens: int, workers: Sequence[int], speculation: Speculations
@@ -139,6 +139,12 @@ class Speculations:
         """Forget what was settled long enough ago."""
         while self._settled and self._settled[0][0] <= now:
             self.forget(self._settled.popleft()[1])
+
+    def forget_worker(self, worker: int) -> None:
+        """Take back what was sent to a worker and is settled: its cache is gone."""
+        for _, sent in self._settled:
+            if sent.worker == worker:
+                self.forget(sent)
 
     def forget(self, sent: Sent) -> None:
         """Take a prompt back; twice is harmless."""

@@ -86,3 +86,15 @@ def named_tokens(request: SimRequest, block_tokens: int) -> int:
     if covered < request.prompt_tokens + block_tokens:
         return min(covered, request.prompt_tokens)
     return min(covered, request.prompt_tokens + request.output_tokens)
+
+
+def next_turns(trace: Trace) -> dict[int, int]:
+    """Return for each request the number of the same session's next one."""
+    following: dict[int, int] = {}
+    latest: dict[str, int] = {}
+    for number, request in enumerate(trace.requests):
+        if request.session is not None:
+            if request.session in latest:
+                following[latest[request.session]] = number
+            latest[request.session] = number
+    return following

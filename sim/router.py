@@ -8,7 +8,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from policies.base import FleetView, Policy, RoutingRequest, Tier, create_policy, known_policies
+from policies.base import FleetView, Policy, Residency, RoutingRequest, Tier, create_policy, known_policies
+from sim.batch import BatchWorker
 from sim.fleet import FleetSettings
 from sim.index import ApproximateCaches, FleetIndex, Sent, Speculations
 from sim.ledger import Flight, Ledger
@@ -106,9 +107,8 @@ class Router:
     def route(self, request: SimRequest, workers: Sequence[int], now: float) -> Dispatch:
         """Let the policy choose among ``workers``, and count the request where it goes."""
         size, prompt = self._block_tokens, request.prompt_tokens
-        chunks = request.chunks[: prompt // size]
-        self.speculations.advance(now)
-        residency = self.index.residency(chunks, size, workers, self.speculations)
+        chunks = self._chunks(request)
+        residency = self.residency(request, workers, now)
         asked = RoutingRequest(
             MODEL, prompt, ChunkNames(chunks), size, session=request.session, priority=request.priority
         )
@@ -119,6 +119,19 @@ class Router:
         flight = self.ledger.dispatch(worker, prompt, new, self._profile.ttft_s(new, hit), now)
         sent = self.speculations.add(worker, chunks)
         return Dispatch(worker, flight, sent, decision.expected_hit_tokens, prompt + request.output_tokens)
+
+    def place(self, request: SimRequest, workers: Sequence[int], now: float) -> Dispatch:
+        """Count a request whose prompt was computed elsewhere on the worker with the least context to decode."""
+        load = self.fleet.decode_tokens, self.fleet.running
+        worker = min(workers, key=lambda row: (load[0][row], load[1][row], row))
+        flight = self.ledger.dispatch(worker, request.prompt_tokens, 1, 0.0, now)
+        sent = self.speculations.add(worker, self._chunks(request))
+        return Dispatch(worker, flight, sent, 0, request.prompt_tokens + request.output_tokens)
+
+    def residency(self, request: SimRequest, workers: Sequence[int], now: float) -> Residency:
+        """Return what each of ``workers`` is believed to hold of a prompt."""
+        self.speculations.advance(now)
+        return self.index.residency(self._chunks(request), self._block_tokens, workers, self.speculations)
 
     def first_byte(self, dispatch: Dispatch, now: float) -> None:
         """The worker answers."""
@@ -134,8 +147,16 @@ class Router:
             self.speculations.forget(dispatch.sent)
         self.ledger.end(dispatch.flight, now)
 
+    def scrape(self, workers: Sequence[BatchWorker]) -> None:
+        """Read the engines' own numbers."""
+        for row, worker in enumerate(workers):
+            self.fleet.engine_running[row] = len(worker.running)
+            self.fleet.engine_waiting[row] = len(worker.waiting)
+            self.fleet.kv_usage[row] = worker.cache.usage
+
     def lost(self, worker: int) -> None:
-        """A worker has died: an approximate cache begins anew with it."""
+        """A worker has died, and its cache with it."""
+        self.speculations.forget_worker(worker)
         if self._approximate is not None:
             self._approximate.clear(worker)
             self.index.clear(worker)
@@ -153,6 +174,9 @@ class Router:
     def hear_end(self, number: int, now: float) -> None:
         """The request that another gateway has sent is over."""
         self.ledger.end(self._mirrored.pop(number), now)
+
+    def _chunks(self, request: SimRequest) -> Sequence[int]:
+        return request.chunks[: request.prompt_tokens // self._block_tokens]
 
     def _view(self, workers: Sequence[int]) -> FleetView:
         rows = tuple(workers)

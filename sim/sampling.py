@@ -1,4 +1,4 @@
-"""Samples of every worker's load, taken at equal intervals of simulated time."""
+"""Samples of every worker's load, taken at equal intervals of simulated time, and totals at the end."""
 
 from __future__ import annotations
 
@@ -49,3 +49,22 @@ class Samples:
             "pending_tokens": np.array(self._rows["pending_tokens"], float).reshape(shape),
             "kv_usage": np.array(self._rows["kv_usage"], float).reshape(shape),
         }
+
+
+def totals(workers: Sequence[BatchWorker]) -> dict[str, float]:
+    """Return what has been counted over all workers, and by tier what its links have moved and refused to copy."""
+    counters = {
+        "preemptions": float(sum(worker.preemptions for worker in workers)),
+        "evictions": float(sum(worker.evictions for worker in workers)),
+    }
+    stores = {id(store): store for worker in workers if worker.tiers is not None for store in worker.tiers.stores}
+    for store in stores.values():  # each shared one once
+        moved = {
+            "read_bytes": store.read.moved_bytes,
+            "written_bytes": store.write.moved_bytes,
+            "refused_blocks": float(store.refused_blocks),
+        }
+        for name, amount in moved.items():
+            key = f"{store.settings.name}_{name}"
+            counters[key] = counters.get(key, 0.0) + amount
+    return counters

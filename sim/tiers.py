@@ -40,10 +40,16 @@ class Channel:
     Args:
         bytes_per_s: effective bandwidth.
         latency_s: seconds before the first byte of each transfer.
+
+    Attributes:
+        free_at: when the transfers so far are through.
+        down_until: when it works again, for a link that was lost.
+        moved_bytes: bytes moved so far.
     """
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
         self.free_at = 0.0
+        self.down_until = 0.0
         self.moved_bytes = 0.0
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
@@ -61,6 +67,7 @@ class Channel:
 
     def fail(self, until: float) -> None:
         """Nothing is moved until then."""
+        self.down_until = max(self.down_until, until)
         self.free_at = max(self.free_at, until)
 
 
@@ -220,7 +227,7 @@ class TierStack:
         if not self._prefetch:
             return
         for store, first, last in self._runs(hashes, held, len(hashes)):
-            if store is not self.stores[0]:
+            if store is not self.stores[0] and store.read.down_until <= now:
                 run = hashes[first:last]
                 new, gone = self.stores[0].store(run, now, ready_at=store.reload(run, now))
                 self._note(self.stores[0], new, gone)
