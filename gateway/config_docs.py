@@ -21,9 +21,9 @@ _INTRODUCTION: Final = """\
 
 kvway reads one YAML file, `kvway serve --config kvway.yaml` (or the path in `KVWAY_CONFIG`). The whole file is
 validated before anything starts. Each mistake is reported as one line that names the file, the key and the nearest
-valid name, and the exit code is 2. A tokenizer or chat template that is there but cannot be used does not keep the
-gateway from serving: it warns, and routes that model by approximate chunks of bytes. `kvway serve --check` validates
-and exits, and counts such a tokenizer as a mistake too. A small file:
+valid name, and the exit code is 2. A tokenizer that is missing or broken, or a chat template that cannot be used,
+does not keep the gateway from serving: it warns, and routes that model by approximate chunks of bytes.
+`kvway serve --check` validates and exits, and counts these as mistakes too. A small file:
 
 ```yaml
 server:
