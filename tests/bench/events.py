@@ -133,17 +133,21 @@ async def measure() -> dict[str, dict[str, float]]:
     return results
 
 
+def table(results: dict[str, dict[str, float]]) -> Table:
+    shown = Table("blocks stored or removed per second", title=f"KV events, chunks of {CHUNK_TOKENS} tokens")
+    for name in ("memory", "redis"):
+        shown.add_column(name, justify="right")
+    for title, rates in results.items():
+        shown.add_row(title, *(f"{rate:,.0f}" for rate in rates.values()))
+    return shown
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     results = uvloop.run(measure())
-    table = Table("blocks stored or removed per second", title=f"KV events, chunks of {CHUNK_TOKENS} tokens")
-    for name in ("memory", "redis"):
-        table.add_column(name, justify="right")
-    for title, rates in results.items():
-        table.add_row(title, *(f"{rate:,.0f}" for rate in rates.values()))
-    Console(stderr=arguments.json).print(table)
+    Console(stderr=arguments.json).print(table(results))
     if arguments.json:
         print(json.dumps({"chunk_tokens": CHUNK_TOKENS, "blocks_per_s": results}))
 

@@ -1,6 +1,8 @@
 """What looking up a long prompt costs, how fast the index can be written, and how large it is.
 
-``python -m tests.bench.index [--json] [--full]``; ``--full`` adds an index of ten million chunks (4 GB, some minutes).
+``python -m tests.bench.index [--json] [--quick | --full]``; ``--quick`` stops at a hundred thousand chunks (about a
+minute), ``--full`` adds an index of ten million (4 GB, some minutes). What KV events cost on their way into the index
+is measured as by ``python -m tests.bench.events``.
 The shared index is measured with a Valkey server on loopback and two replicas: one writes, the other asks. Each line is
 measured in a process of its own. With ``--json`` the last line of output is one JSON object.
 
@@ -34,6 +36,7 @@ from gateway.index.base import ChunkIndex
 from gateway.index.memory import MemoryIndex
 from gateway.index.redis import RedisIndex
 from policies.base import Tier
+from tests.bench import events
 from tests.valkey import Valkey
 
 CHUNKS = 512
@@ -169,22 +172,35 @@ async def measure_speed(writer: ChunkIndex, reader: ChunkIndex, slots: list[int]
 
 
 MEASURES = {"memory": measure_memory, "redis": measure_redis}
-GRID = [(8, 100_000), (64, 100_000), (1000, 100_000), (64, 1_000_000), (1000, 1_000_000)]
+QUICK_GRID = [(8, 100_000), (64, 100_000), (1000, 100_000)]
+GRID = [*QUICK_GRID, (64, 1_000_000), (1000, 1_000_000)]
 FULL_GRID = [*GRID, (64, 10_000_000), (1000, 10_000_000)]
+TARGET_CHUNKS = 1_000_000
 
 
 def measure(backend: str, n_workers: int, n_chunks: int) -> Figures:
     return uvloop.run(MEASURES[backend](n_workers, n_chunks))
 
 
-def targets(results: dict[tuple[str, int, int], Figures]) -> dict[str, bool]:
-    """Return for each target whether it was met, with a million chunks."""
-    memory, wide_memory = results["memory", 64, 1_000_000], results["memory", 1000, 1_000_000]
-    redis, wide_redis = results["redis", 64, 1_000_000], results["redis", 1000, 1_000_000]
+def ingestion() -> dict[str, dict[str, float]]:
+    """Return for each workload of KV events and each index, blocks per second."""
+    return uvloop.run(events.measure())
+
+
+def targets(results: dict[tuple[str, int, int], Figures], ingested: dict[str, dict[str, float]]) -> dict[str, bool]:
+    """Return for each target whether it was met, with a million chunks if that many were measured."""
+    n_chunks = max(size for _, _, size in results if size <= TARGET_CHUNKS)
+    memory, wide_memory = results["memory", 64, n_chunks], results["memory", 1000, n_chunks]
+    redis, wide_redis = results["redis", 64, n_chunks], results["redis", 1000, n_chunks]
+    prefill, decoding = (ingested[workload.title] for workload in events.WORKLOADS[:2])
     return {
         "redis_lookup_p50_0.8ms_1000_workers": wide_redis["usual_p50_us"] <= 800,
         "redis_lookup_p99_2ms_1000_workers": wide_redis["usual_p99_us"] <= 2000,
         "memory_lookup_p50_150us_1000_workers": wide_memory["usual_p50_us"] <= 150,
+        "memory_events_100k_blocks_per_s_prefill": prefill["memory"] >= 100_000,
+        "memory_events_100k_blocks_per_s_decoding": decoding["memory"] >= 100_000,
+        "redis_events_40k_blocks_per_s_prefill": prefill["redis"] >= 40_000,
+        "redis_events_40k_blocks_per_s_decoding": decoding["redis"] >= 40_000,
         "redis_stores_40k_per_s_64_workers": redis["stores_per_s"] >= 40_000,
         "memory_stores_100k_per_s_64_workers": memory["stores_per_s"] >= 100_000,
         "redis_150_bytes_per_chunk_64_workers": redis["bytes_per_chunk"] <= 150,
@@ -201,9 +217,9 @@ def table(results: dict[tuple[str, int, int], Figures]) -> Table:
         shown.add_row(backend, f"{n_workers:,}", f"{n_chunks:,}", *(f"{figures[key]:,.0f}" for key in keys))
     shown.caption = (
         "In memory, a lookup costs a table access and a comparison per run of chunks stored together, almost whatever "
-        "the size of the index. With Redis, a round trip, in which the server finds each chunk and sends half a byte "
-        "per worker. In both, each change of holders along the prompt costs some operations as wide as the fleet: "
-        "many workers are dear in the worst case alone."
+        "the size of the index. With Redis, a round trip, in which the server finds each chunk and sends three bytes "
+        "per holder, or half a byte per worker where there are more than twelve. In both, each change of holders along "
+        "the prompt costs some operations as wide as the fleet: many workers are dear in the worst case alone."
     )
     return shown
 
@@ -211,29 +227,36 @@ def table(results: dict[tuple[str, int, int], Figures]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.index", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--full", action="store_true", help="measure ten million chunks, too")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", action="store_true", help="measure a hundred thousand chunks alone")
+    sizes.add_argument("--full", action="store_true", help="measure ten million chunks, too")
     options = parser.parse_args()
     console = Console(stderr=options.json, width=100)
     load = os.getloadavg()[0]
     results: dict[tuple[str, int, int], Figures] = {}
+    grid = QUICK_GRID if options.quick else FULL_GRID if options.full else GRID
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for backend in MEASURES:
-            for n_workers, n_chunks in FULL_GRID if options.full else GRID:
+            for n_workers, n_chunks in grid:
                 console.print(f"{backend}: {n_workers:,} workers, {n_chunks:,} chunks", style="dim", highlight=False)
                 key = backend, n_workers, n_chunks
                 results[key] = processes.submit(measure, *key).result()
+        console.print("KV events", style="dim")
+        ingested = processes.submit(ingestion).result()
     console.print(table(results))
+    console.print(events.table(ingested))
     if load > QUIET_LOAD:
         console.print(f"[bold]not a quiet machine:[/bold] the load average was {load} at the start", highlight=False)
-    for target, met in targets(results).items():
-        console.print(f"{'yes' if met else 'no ':<4}{target}", highlight=False)
+    met = targets(results, ingested)
+    for target, is_met in met.items():
+        console.print(f"{'yes' if is_met else 'no ':<4}{target}", highlight=False)
     if options.json:
         lines = [
             {"index": backend, "workers": n_workers, "chunks": n_chunks, **figures}
             for (backend, n_workers, n_chunks), figures in results.items()
         ]
         machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load_at_start": load}
-        print(json.dumps({"machine": machine, "results": lines, "targets": targets(results)}))
+        print(json.dumps({"machine": machine, "results": lines, "blocks_per_s": ingested, "targets": met}))
 
 
 if __name__ == "__main__":
