@@ -87,6 +87,14 @@ class NoWorker(GatewayError):
     code = "no_worker"
 
 
+class Saturated(GatewayError):
+    """429: more requests wait than may."""
+
+    status = 429
+    type = "overloaded_error"
+    code = "queue_full"
+
+
 class UpstreamError(GatewayError):
     """502: workers were tried and failed before a first byte arrived."""
 

@@ -3,8 +3,9 @@
 Uncached prefill tokens count from dispatch to the first output byte; context tokens from then to the end. Polled
 engine metrics correct these numbers (``fleet.metrics``); they do not drive them.
 
-A worker is taken to prefill one prompt after another, in order of dispatch. An engine that batches several prompts
-finishes them together: the first then seems slow and the others instant, but the sum of their times is right.
+A worker is taken to prefill one prompt after another, in the order in which they went there. An engine that batches
+several prompts finishes them together: the first then seems slow and the others instant, but the sum of their times is
+right. A request that is held at the gateway until its turn counts like one that waits in the engine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _DECODE_TOKENS: Final = COLUMNS.index("decode_tokens")
 
 PrefillObserver = Callable[[Worker, int, int, float], None]
 """Called with a worker, new tokens, cached tokens, and the seconds their prefill took there."""
+DepartureObserver = Callable[["Flight"], None]
+"""Called with a request whose prefill is done, or will not be."""
 
 
 class _Account:
@@ -33,12 +36,14 @@ class _Account:
     same name, or the very same one, joins later and gets an account of its own.
     """
 
-    __slots__ = ("open", "prefilling", "start_known", "worker")
+    __slots__ = ("held", "open", "prefilling", "start_known", "started_s", "worker")
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.open = worker.row >= 0
-        self.prefilling: dict[Flight, None] = {}  # in order of dispatch
+        self.held = 0  # requests counted here that have not gone to the worker yet
+        self.prefilling: dict[Flight, None] = {}  # the others, in the order in which they went
+        self.started_s = 0.0  # their prefill together
         self.start_known = False  # whether ``prefilling_since`` was seen, not presumed
 
 
@@ -57,7 +62,7 @@ class Flight:
         "worker",
     )
 
-    PREFILL, DECODE, ENDED = range(3)
+    HELD, PREFILL, DECODE, ENDED = range(4)
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class Flight:
         prefill_s: float,
         now: float,
         streamed: bool,
+        held: bool,
     ) -> None:
         self._ledger = ledger
         self._account = account
@@ -77,20 +83,26 @@ class Flight:
         self.prefill_s = prefill_s
         self.dispatched_at = now
         self.streamed = streamed
-        self.stage = Flight.PREFILL
+        self.stage = Flight.HELD if held else Flight.PREFILL
+
+    def start(self, now: float) -> None:
+        """The request goes to its worker now; only for one that was held."""
+        if self.stage == Flight.HELD:
+            self.stage = Flight.PREFILL
+            self._ledger._start(self, self._account, now, was_held=True)
 
     def first_byte(self, now: float) -> None:
         """The worker began to answer: its prefill of this prompt is done."""
         if self.stage == Flight.PREFILL:
-            self.stage = Flight.DECODE
             self._ledger._leave_prefill(self, self._account, now, seen=self.streamed)
+            self.stage = Flight.DECODE
             self._ledger._enter_decode(self, self._account)
 
     def end(self, now: float) -> None:
         """The request is over."""
         if self.stage == Flight.ENDED:
             return
-        if self.stage == Flight.PREFILL:
+        if self.stage != Flight.DECODE:
             self._ledger._leave_prefill(self, self._account, now, seen=False)
         decoding, self.stage = self.stage == Flight.DECODE, Flight.ENDED
         self._ledger._leave(self, self._account, decoding)
@@ -105,6 +117,7 @@ class Ledger:
 
     Attributes:
         in_flight: requests dispatched and not yet ended, those on workers that have left included.
+        on_left: told of every request whose prefill ends, however that comes about.
     """
 
     def __init__(self, registry: Registry, on_prefill: PrefillObserver | None = None) -> None:
@@ -116,6 +129,7 @@ class Ledger:
         self._fleet: FleetView | None = None
         self._cells: memoryview[float]
         self.in_flight = 0
+        self.on_left: DepartureObserver | None = None
         registry.on_change(self._on_change)
 
     def dispatch(
@@ -126,6 +140,7 @@ class Ledger:
         prefill_s: float,
         now: float,
         streamed: bool = True,
+        held: bool = False,
     ) -> Flight:
         """Count a request on ``worker``.
 
@@ -137,23 +152,20 @@ class Ledger:
             now: monotonic seconds.
             streamed: whether the first byte comes with the first token. An answer that is not streamed comes when it
                 is complete; its prefill is taken to be done when its time is up, see ``advance``.
+            held: whether it waits at the gateway; ``Flight.start`` says that it goes on.
         """
         account = self._accounts.get(worker) or self._open(worker)
-        flight = Flight(self, account, prompt_tokens, uncached_tokens, prefill_s, now, streamed)
+        flight = Flight(self, account, prompt_tokens, uncached_tokens, prefill_s, now, streamed, held)
         self.in_flight += 1
         if account.open:
             state, row = self._state(), worker.row
-            if not account.prefilling:
-                state[_SINCE, row] = now
-                account.start_known = True
-            account.prefilling[flight] = None
             state[_PENDING_TOKENS, row] += uncached_tokens
             state[_PENDING_S, row] += prefill_s
             state[_RUNNING, row] += 1
-            if not streamed:
-                self._dispatched += 1
-                done_at = max(now + prefill_s, state[_SINCE, row] + state[_PENDING_S, row])
-                heappush(self._presumed, (done_at, self._dispatched, flight))
+            if held:
+                account.held += 1
+            else:
+                self._start(flight, account, now)
         return flight
 
     def advance(self, now: float) -> None:
@@ -168,9 +180,37 @@ class Ledger:
             self._fleet, self._cells = fleet, cast("memoryview[float]", fleet.state.data)
         return self._cells
 
-    def _leave_prefill(self, flight: Flight, account: _Account, now: float, seen: bool) -> None:
+    def _start(self, flight: Flight, account: _Account, now: float, was_held: bool = False) -> None:
         if not account.open:
             return
+        account.held -= was_held
+        state, row = self._state(), account.worker.row
+        if not account.prefilling:
+            state[_SINCE, row] = now
+            account.start_known = True
+        account.prefilling[flight] = None
+        account.started_s += flight.prefill_s
+        if not flight.streamed:
+            self._dispatched += 1
+            done_at = max(now + flight.prefill_s, state[_SINCE, row] + account.started_s)
+            heappush(self._presumed, (done_at, self._dispatched, flight))
+
+    def _leave_prefill(self, flight: Flight, account: _Account, now: float, seen: bool) -> None:
+        if account.open:
+            if flight.stage == Flight.HELD:
+                account.held -= 1
+            else:
+                self._finish_prefill(flight, account, now, seen)
+            state, row = self._state(), account.worker.row
+            if account.prefilling or account.held:
+                state[_PENDING_TOKENS, row] -= flight.uncached_tokens
+                state[_PENDING_S, row] = max(0.0, state[_PENDING_S, row] - flight.prefill_s)
+            else:  # exact zeros, whatever rounding has left
+                state[_PENDING_TOKENS, row] = state[_PENDING_S, row] = 0.0
+        if self.on_left is not None:
+            self.on_left(flight)
+
+    def _finish_prefill(self, flight: Flight, account: _Account, now: float, seen: bool) -> None:
         state, row = self._state(), account.worker.row
         prefilling = account.prefilling
         took = now - state[_SINCE, row]
@@ -179,11 +219,10 @@ class Ledger:
         if seen and account.start_known and self._on_prefill is not None:
             cached_tokens = flight.prompt_tokens - flight.uncached_tokens
             self._on_prefill(account.worker, flight.uncached_tokens, cached_tokens, took)
-        if not prefilling:  # exact zeros, whatever rounding has left
-            state[_PENDING_TOKENS, row] = state[_PENDING_S, row] = state[_SINCE, row] = 0.0
+        if not prefilling:
+            account.started_s = state[_SINCE, row] = 0.0
             return
-        state[_PENDING_TOKENS, row] -= flight.uncached_tokens
-        state[_PENDING_S, row] = max(0.0, state[_PENDING_S, row] - flight.prefill_s)
+        account.started_s -= flight.prefill_s
         if seen or was_head:
             state[_SINCE, row] = now
             account.start_known = seen

@@ -121,10 +121,15 @@ class Registry:
         self.version = 0
         self._selections: dict[str, _Selection] = {}
         self._listeners: list[Callable[[Worker, bool], None]] = []
+        self._state_listeners: list[Callable[[Worker], None]] = []
 
     def on_change(self, listener: Callable[[Worker, bool], None]) -> None:
         """Call ``listener(worker, joined)`` whenever a worker joins (True) or leaves (False)."""
         self._listeners.append(listener)
+
+    def on_state(self, listener: Callable[[Worker], None]) -> None:
+        """Call ``listener(worker)`` whenever a worker's state has changed."""
+        self._state_listeners.append(listener)
 
     def add(self, worker: Worker) -> None:
         """Add a worker, or replace the one of the same name."""
@@ -154,6 +159,8 @@ class Registry:
         if worker.state is not state:
             worker.state = state
             self.touch()
+            for listener in self._state_listeners:
+                listener(worker)
 
     def candidates(self, model: str) -> Candidates:
         """Return the workers that may take a request for ``model`` (a base model or an adapter).

@@ -16,6 +16,7 @@ import logging
 from time import monotonic
 
 from gateway.config import AnswerTimeouts
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.errors import GatewayError, NoWorker, UpstreamError, UpstreamTimeout
 from gateway.fleet.registry import Worker
 from gateway.observe.record import Outcome, RequestRecord
@@ -123,7 +124,7 @@ class Exchange:
         finally:
             try:
                 if self._route is not None and self._route.to_remember:
-                    await remember(self._services, self._route)
+                    await remember(self._services, self._route, self._tokens())
             finally:
                 self._account()
 
@@ -146,6 +147,9 @@ class Exchange:
         tried: list[Worker] = []
         while True:
             self._take(await dispatch(services, plan, tried))
+            if services.dispatcher is not None and not await self._turn(services.dispatcher, plan):
+                self._leave()
+                continue
             failure = await self._attempt()
             if failure is None:
                 return
@@ -175,6 +179,11 @@ class Exchange:
         route.note(self._record)
         if not self.answer.started:
             self._record.routed_at = monotonic()
+
+    async def _turn(self, dispatcher: Dispatcher, plan: Plan) -> bool:
+        """Wait until the request may go to its worker; False where that has stopped being ready."""
+        assert self._route is not None
+        return plan.request is None or await dispatcher.turn(self._route.flight, plan.request)
 
     def _leave(self) -> Worker:
         """End the request's stay on its worker and return that worker."""
@@ -372,6 +381,13 @@ class Exchange:
         self._answered = failure is None
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(failure)
+
+    def _tokens(self) -> int:
+        """Return the length of prompt and answer together, as far as it is known."""
+        usage = self.answer.usage
+        if usage is None:
+            return self._record.prompt_tokens
+        return (usage.prompt_tokens or self._record.prompt_tokens) + (usage.output_tokens or 0)
 
     def _account(self) -> None:
         record = self._record

@@ -144,6 +144,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
         chunk_tokens=config.chunk_tokens,
         output_tokens=request.max_tokens or _DEFAULT_OUTPUT_TOKENS,
         session=request.session,
+        priority=-(request.priority or 0),  # in requests, as engines have it, less is more urgent
     )
     return Plan(model, bool(request.stream), routing_request, forwarded)
 
@@ -210,12 +211,18 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
     return _count(services, plan, workers[decision.worker], hit_tokens, decision.reason, now)
 
 
-async def remember(services: Services, route: Route) -> None:
-    """Note what a worker without KV events has prefilled. While it answered, the speculation said so."""
+async def remember(services: Services, route: Route, tokens: int) -> None:
+    """Note what a worker without KV events has served. While it answered, the speculation said so.
+
+    Args:
+        services: the other rooms.
+        route: how the request went.
+        tokens: its prompt and answer together, as far as they are known.
+    """
     worker, fleet = route.worker, services.registry.fleet
     capacity_tokens = float(fleet.kv_capacity_tokens[worker.row]) if worker.row >= 0 else 0.0
     chunk_tokens = services.config.prompt.chunk_tokens
-    await services.approximate.sent(worker.slot, route.chunks, chunk_tokens, capacity_tokens)
+    await services.approximate.sent(worker.slot, route.chunks, chunk_tokens, capacity_tokens, tokens)
     # Where another replica keeps the worker's model, this tells it, and says so here until it has it in the index.
     speculation, route.speculation = route.speculation, None
     if speculation is not None:
@@ -255,7 +262,8 @@ def _count(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reas
     # T_prefill(n, p) = a + b·n + c·n·(p + n/2), with the worker's learned a, b, c
     cell, row = services.registry.fleet.state.item, worker.row
     prefill_s = cell(_PREFILL_A, row) + new * (cell(_PREFILL_B, row) + cell(_PREFILL_C, row) * (cached + new / 2))
-    flight = services.ledger.dispatch(worker, request.prompt_tokens, new, prefill_s, now, plan.streamed)
+    held = services.dispatcher is not None
+    flight = services.ledger.dispatch(worker, request.prompt_tokens, new, prefill_s, now, plan.streamed, held)
     speculation = None
     if request.chunks and worker.slot >= 0:
         speculation = services.index.speculate(worker.slot, request.chunks)

@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Final
 
 from gateway.config import AnswerTimeouts, Config, ResumptionConfig
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.fleet.health import Health
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.registry import Registry, Worker
@@ -30,7 +31,8 @@ _COMPLAINT_S: Final = 10.0
 class Services:
     """The other rooms, as the relay uses them. ``policy`` may be replaced while requests run.
 
-    ``outbox`` is there where other replicas are to hear of what is sent where.
+    ``outbox`` is there where other replicas are to hear of what is sent where, ``dispatcher`` where requests are held
+    until their turn.
     """
 
     config: Config
@@ -46,12 +48,16 @@ class Services:
     outbox: Outbox | None = None
     budget: RetryBudget = field(init=False)
     sweeper: Sweeper = field(init=False)
+    dispatcher: Dispatcher | None = field(init=False, default=None)
     _complained_at: dict[str, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.budget = RetryBudget(self.config.retries)
         self.sweeper = Sweeper(self.upstream)
         self.registry.on_change(self._on_change)
+        if self.config.dispatch.order != "none":
+            self.dispatcher = Dispatcher(self.registry, self.ledger, self.config.dispatch)
+            self.dispatcher.expose(self.observer)
 
     def complain(self, message: str, *values: object) -> None:
         """Log the exception being handled, each message once in ten seconds: such faults may strike every request."""

@@ -44,13 +44,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.registry.remove(name)
         self.counted.pop(name, None)
 
-    @rule(target=flights, data=st.data(), tokens=st.integers(1, 10**6), streamed=st.booleans())
-    def dispatch(self, data, tokens, streamed):
+    @rule(target=flights, data=st.data(), tokens=st.integers(1, 10**6), streamed=st.booleans(), held=st.booleans())
+    def dispatch(self, data, tokens, streamed, held):
         if not self.everyone:
             self.join_or_be_replaced("a")
         worker = data.draw(st.sampled_from(self.everyone))
         uncached = data.draw(st.integers(0, tokens))
-        flight = self.ledger.dispatch(worker, tokens, uncached, uncached * 1e-5, self.now, streamed)
+        flight = self.ledger.dispatch(worker, tokens, uncached, uncached * 1e-5, self.now, streamed, held)
         if worker.row >= 0:
             self.counted[worker.name].append(flight)
         return flight
@@ -59,6 +59,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now += seconds
         self.ledger.advance(self.now)
+
+    @rule(flight=flights)
+    def start(self, flight):
+        flight.start(self.now)
 
     @rule(flight=flights)
     def first_byte(self, flight):
@@ -78,9 +82,10 @@ class LedgerMachine(RuleBasedStateMachine):
             live = [flight for flight in self.counted[name] if flight.stage != Flight.ENDED]
             prefilling = [flight for flight in live if flight.stage == Flight.PREFILL]
             decoding = [flight for flight in live if flight.stage == Flight.DECODE]
+            pending = [flight for flight in live if flight.stage in (Flight.HELD, Flight.PREFILL)]
             assert fleet.running[row] == len(live)
-            assert fleet.pending_prefill_tokens[row] == sum(flight.uncached_tokens for flight in prefilling)
-            assert np.isclose(fleet.pending_prefill_s[row], sum(flight.prefill_s for flight in prefilling))
+            assert fleet.pending_prefill_tokens[row] == sum(flight.uncached_tokens for flight in pending)
+            assert np.isclose(fleet.pending_prefill_s[row], sum(flight.prefill_s for flight in pending))
             assert fleet.decode_tokens[row] == sum(flight.prompt_tokens for flight in decoding)
             assert (fleet.prefilling_since[row] > 0) == bool(prefilling)
 

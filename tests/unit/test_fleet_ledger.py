@@ -75,6 +75,37 @@ def test_the_queue_moves_on_at_each_first_byte(ledger, worker, load, prefills):
     assert prefills == [(worker, 600, 400, pytest.approx(0.6)), (worker, 500, 1500, pytest.approx(0.3))]
 
 
+def test_a_held_request_counts_as_queued_but_is_not_prefilled(ledger, worker, load, prefills):
+    held = ledger.dispatch(worker, 1000, 600, 0.5, 10.0, held=True)
+    assert load() == (600, 0.5, 0, 1, 0)
+    held.start(20.0)
+    assert load() == (600, 0.5, 20.0, 1, 0)
+    held.first_byte(20.4)
+    assert prefills == [(worker, 600, 400, pytest.approx(0.4))]
+
+
+def test_an_answer_that_is_not_streamed_is_presumed_prefilled_from_when_it_went_on(ledger, worker, load):
+    held = ledger.dispatch(worker, 1000, 600, 0.5, 10.0, streamed=False, held=True)
+    ledger.dispatch(worker, 9000, 9000, 9.0, 10.0, held=True)
+    ledger.advance(19.0)
+    held.start(20.0)
+    ledger.advance(20.4)
+    assert load()[0] == 9600
+    ledger.advance(20.6)
+    assert load() == (9000, pytest.approx(9.0), 0, 2, 1000)
+
+
+def test_whoever_wants_to_know_is_told_of_every_prefill_that_ends(ledger, worker):
+    left = []
+    ledger.on_left = left.append
+    answered, unanswered, held = (ledger.dispatch(worker, 10, 5, 0.1, 1.0, held=number == 2) for number in range(3))
+    answered.first_byte(2.0)
+    unanswered.end(3.0)
+    held.end(3.0)
+    answered.end(4.0)
+    assert left == [answered, unanswered, held]
+
+
 def test_a_queued_request_that_leaves_does_not_restart_the_one_being_prefilled(ledger, worker, load, prefills):
     first = ledger.dispatch(worker, 1000, 600, 0.5, 10.0)
     ledger.dispatch(worker, 2000, 500, 0.4, 10.1).end(10.2)
