@@ -67,8 +67,15 @@ class Link(asyncio.BufferedProtocol):
         return answers
 
     async def unasked(self) -> Any:
-        """Return the next message of the channels that were subscribed to."""
-        return await self._unasked.get()
+        """Return the next message of the channels that were subscribed to.
+
+        Raises:
+            ConnectionError: the connection is closed.
+        """
+        message = await self._unasked.get()
+        if isinstance(message, ConnectionError):
+            raise message
+        return message
 
     def close(self) -> None:
         """Close the connection; whoever waits for an answer waits in vain."""
@@ -113,10 +120,12 @@ class Link(asyncio.BufferedProtocol):
 
     def _lose(self, cause: Exception | None) -> None:
         self._transport = None
+        lost = ConnectionResetError(f"the connection was lost: {cause or 'closed'}")
+        self._unasked.put_nowait(lost)
         while self._waiting:
             answered, _ = self._waiting.popleft()
             if not answered.done():
-                answered.set_exception(ConnectionResetError(f"the connection was lost: {cause or 'closed'}"))
+                answered.set_exception(lost)
 
 
 async def open_link(address: Address, tls: SSLContext | None, username: str, password: str, db: int = 0) -> Link:

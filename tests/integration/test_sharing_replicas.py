@@ -208,7 +208,7 @@ async def test_a_replica_that_starts_without_redis_serves_alone(valkey: Valkey, 
         assert metric(gateway, "kvway_sharing_up") == 0
 
 
-async def test_workers_of_a_killed_replica_are_taken_over(
+async def test_workers_of_a_killed_replica_are_taken_over_and_no_request_to_the_other_fails(
     valkey: Valkey, client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
     async with sim_workers(1) as workers:
@@ -223,6 +223,14 @@ async def test_workers_of_a_killed_replica_are_taken_over(
                 held = answer.json()["usage"]["prompt_tokens"] // 16 * 16
                 await all_predict([survivor], PROMPT, name, held)
                 slot = survivor.registry.workers[name].slot
+                statuses: Counter[int] = Counter()
+
+                async def load() -> None:
+                    while True:
+                        statuses[(await ask(client, survivor, PROMPT)).status_code] += 1
+
+                loading = spawn(load(), "load")
+                await until(lambda: statuses[200] > 5)
                 victim.kill()
 
                 async def taken_over() -> bool:
@@ -232,3 +240,7 @@ async def test_workers_of_a_killed_replica_are_taken_over(
                 await until(taken_over, within_s=5)
                 assert (await predicted(survivor, PROMPT))[name] == held
                 assert len(survivor.feeds.stats) == 16
+                before = statuses[200]
+                await until(lambda: statuses[200] > before + 5)
+                await stop(loading)
+                assert statuses.keys() == {200}
