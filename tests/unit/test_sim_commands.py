@@ -197,6 +197,8 @@ def test_a_profile_brings_the_cache_that_fits_beside_its_weights() -> None:
         ("worker: 3", "did you mean 'workers'"),
         ("gateway: {event_lag: 1}", "gateway: unknown key 'event_lag'"),
         ("tiers: [{name: a, tiers: host}]", r"tiers\[0\]: unknown key 'tiers'"),
+        ("disaggregation: {workers: 2}", "disaggregation: unknown key 'workers'"),
+        ("failures: [{at: 3}]", r"failures\[0\]: unknown key 'at'"),
         ("workers: many", "workers"),
         ("workers: 0", "workers must be at least 1"),
         ("eviction: {rule: mru}", "rule"),
