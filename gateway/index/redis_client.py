@@ -101,7 +101,7 @@ class RedisClient:
         Raises:
             TimeoutError: there was none for ``patience_s``.
         """
-        async with asyncio.timeout(COMMAND_TIMEOUT_S):
+        async with self._minding_failures(COMMAND_TIMEOUT_S):
             link = await self._open(await self._address(b""))
         try:
             async with asyncio.timeout(COMMAND_TIMEOUT_S):
@@ -146,7 +146,7 @@ class RedisClient:
     async def _ask_the_way(self) -> _SlotMap:
         failure: BaseException = ConnectionError("no Sentinel knows the primary")
         ask = _primary_by_sentinel if self._place.kind == "sentinel" else _primaries_by_node
-        for guide in self._guides:
+        for guide in tuple(self._guides):
             try:
                 async with asyncio.timeout(_GUIDE_TIMEOUT_S):
                     link = await self._open_guide(guide)

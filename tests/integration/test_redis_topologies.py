@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -24,9 +25,10 @@ from gateway.sharing.store import SharingStore
 from gateway.tasks import spawn, stop
 from policies.base import Tier
 from tests.events_rig import until
+from tests.processes import running
 from tests.residency import hits, prompt
 from tests.sharing_rig import all_predict, ask, is_settled, replicas, sim_workers
-from tests.valkey import SentinelService, Valkey, cluster_url, valkey_cluster
+from tests.valkey import SentinelService, Valkey, cluster_url, free_port, valkey_cluster
 
 _namespaces = count()
 
@@ -209,7 +211,10 @@ class Certificates:
         self.ca.configure_trust(self.context)
         server.configure_cert(self.context)
         self.tls_ca, self.tls_cert, self.tls_key = (folder / name for name in ("ca.pem", "cert.pem", "key.pem"))
+        self.server_cert, self.server_key = folder / "server-cert.pem", folder / "server-key.pem"
         self.ca.cert_pem.write_to_path(self.tls_ca)
+        server.cert_chain_pems[0].write_to_path(self.server_cert)
+        server.private_key_pem.write_to_path(self.server_key)
         client.cert_chain_pems[0].write_to_path(self.tls_cert)
         client.private_key_pem.write_to_path(self.tls_key)
         self.other_ca = folder / "other.pem"
@@ -247,6 +252,26 @@ async def test_tls_verifies_the_host_and_carries_what_replicas_share(valkey: Val
         assert await hits(other, prompt(400), [slot]) == [400]
 
 
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server, as Debian packages it")
+async def test_redis_itself_with_its_own_tls_does_as_valkey_does(tmp_path: Path) -> None:
+    files, port = Certificates(tmp_path, "127.0.0.1"), free_port()
+    words = f"redis-server --port 0 --tls-port {port} --bind 127.0.0.1 --dir {tmp_path} --daemonize no --logfile log"
+    words += f" --tls-cert-file {files.server_cert} --tls-key-file {files.server_key} --tls-ca-cert-file {files.tls_ca}"
+    given = {"tls_ca": files.tls_ca, "tls_cert": files.tls_cert, "tls_key": files.tls_key}
+    with running([*words.split(), "--save", ""]):
+        async with two_indexes(f"rediss://127.0.0.1:{port}/1", **given) as (one, other):
+            slots = [await one.acquire_slot(f"w{number}") for number in range(20)]
+            await other.acquire_slot("b")
+            for slot in slots:
+                await one.store(slot, prompt(30), Tier.HBM)
+            await all_seen(other, slots[-1], 30, range(1))
+            assert await hits(other, prompt(30), slots) == [30] * 20
+            await one.release_slot(slots[3])
+            await one.flush()
+            assert await hits(other, prompt(30), slots) == [30] * 3 + [0] + [30] * 16
+            assert one.number(slots[0]) == slots[0]
+
+
 def test_a_certificate_that_cannot_be_read_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"index\.tls_ca"):
@@ -262,8 +287,8 @@ async def test_a_user_may_do_what_the_documentation_says_and_its_password_may_ch
     rules += [f"+{command}" for command in ("eval", "mget", "zadd", "publish", "subscribe", "info", "role")]
     # What our scripts do, their caller must be allowed to do.
     scripted = (
-        "time bitfield getrange set pexpire strlen bitcount unlink zscore zrem zcard zrangebyscore zremrangebyscore zrange "
-        "hget hset hdel hmget hgetall hexists hincrby"
+        "time bitfield getrange set pexpire strlen bitcount unlink zscore zrem zcard zrangebyscore zremrangebyscore "
+        "zrange hget hset hdel hmget hgetall hexists hincrby"
     )
     rules += [f"+{command}" for command in scripted.split()]
     with redis.Redis.from_url(valkey.url) as admin:
