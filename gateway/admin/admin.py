@@ -9,7 +9,8 @@ from fastapi.responses import Response
 
 from gateway.admin.explain import explain
 from gateway.admin.public import install_error_handlers
-from gateway.errors import NotFound
+from gateway.errors import BadRequest, NotFound
+from gateway.events.lmcache import BadDirectoryEvents
 from gateway.fleet.registry import State, Worker
 from gateway.observe.exposition import CONTENT_TYPE
 from policies.base import COLUMNS
@@ -57,6 +58,14 @@ def admin_app(gateway: Gateway) -> FastAPI:
         if worker.state is State.DRAINING:
             gateway.registry.set_state(worker, State.STARTING)
         return _describe(gateway, worker)
+
+    @app.post("/lmcache/events")
+    async def lmcache_events(request: Request) -> dict[str, int]:
+        """For LMCache's multi-process servers: what they hold, as they tell it to their coordinator."""
+        try:
+            return await gateway.feeds.take_directory(await request.body())
+        except BadDirectoryEvents as error:
+            raise BadRequest(str(error)) from None
 
     @app.post("/admin/explain")
     async def explain_decision(request: Request, path: str = "") -> dict[str, Any]:

@@ -135,6 +135,13 @@ class Assembler:
                     self._shed(key, 1 << tier)
             self._old[tier], self._young[tier] = young, {}
 
+    def void(self, tiers: Iterable[Tier]) -> None:
+        """What these tiers held is not known any more."""
+        mask = sum(1 << tier for tier in tiers)
+        for key in [key for key, block in self._blocks.items() if block.tiers & mask]:
+            if key in self._blocks:
+                self._shed(key, mask)
+
     def take(self) -> Changes:
         """Return what has changed in terms of chunks since the last call. What came and went does not show."""
         changes = Changes(self._cleared, _runs(self._stored), _runs(self._removed))

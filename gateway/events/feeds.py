@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from gateway.events.assembler import Assembler, Changes
 from gateway.events.decode import BadFrames, Cleared, Event, Removed, Stored, decode_batch
+from gateway.events.lmcache import LOWER_TIERS, DirectoryBatch, decode_directory
 from gateway.events.subscriber import SILENCE_S, FeedStats, Subscriber
 from gateway.fleet.registry import NO_SLOT, Registry, Worker
 from gateway.index.base import ChunkIndex
@@ -120,6 +121,24 @@ class EventFeeds:
         if (feed := self._feeds.get(worker)) is not None:
             feed.begin_anew()
 
+    async def take_directory(self, body: bytes) -> dict[str, int]:
+        """Take in what LMCache's servers tell their coordinator: of each worker that has an instance's name.
+
+        Returns:
+            ``batches`` taken in, and ``ignored`` ones: of workers that are not known, not followed here, or publish no
+            events of their own.
+
+        Raises:
+            BadDirectoryEvents: the body cannot be read.
+        """
+        counts = {"batches": 0, "ignored": 0}
+        for directory in decode_directory(body):
+            worker = self._shared.registry.workers.get(directory.instance_id)
+            feed = None if worker is None else self._feeds.get(worker)
+            taken = feed is not None and await feed.take_directory(directory)
+            counts["batches" if taken else "ignored"] += 1
+        return counts
+
     def resync(self, worker: Worker) -> bool:
         """Predictions for a worker do not come true: build its residency anew. False if it is not followed here."""
         feed = self._feeds.get(worker)
@@ -178,6 +197,7 @@ class _Feed:
         self._pooled = {Tier[name.upper()] for name in worker.config.pool_tiers} - {Tier.REMOTE}
         self._reports_until = 0.0
         self._assembler: Assembler | None = None
+        self._directory: tuple[int | str | None, int] = (None, 0)  # life and last batch of its LMCache server
         self._age_at = time.monotonic() + _AGE_S
         self._anew = asyncio.Event()
         self._task = spawn(self._run(), f"events of {worker.name}")
@@ -220,6 +240,26 @@ class _Feed:
             assembler.age()
         await self._write(assembler.take())
         await asyncio.sleep(0)  # the memory index never suspends, and a long replay must not keep the loop to itself
+
+    async def take_directory(self, directory: DirectoryBatch) -> bool:
+        """Take in a batch of the worker's LMCache server; False if the worker's own events are not followed."""
+        assembler = self._assembler
+        if assembler is None:
+            return False
+        life, number = self._directory
+        if directory.incarnation == life and directory.seq <= number:
+            return True  # it was sent twice
+        if life is not None and (directory.incarnation, directory.seq) != (life, number + 1):
+            assembler.void(LOWER_TIERS)  # removals may be among what is missing
+            if self._pool is not None:
+                await self._pool.lost()
+        self._directory = directory.incarnation, directory.seq
+        events, skipped = directory.events()
+        self.stats.events += len(events)
+        self.stats.skipped_events += skipped
+        assembler.apply(events)
+        await self._write(assembler.take())
+        return True
 
     async def lost(self) -> None:
         """Batches are missing for good: what was known is void."""

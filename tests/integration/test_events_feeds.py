@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -334,3 +335,45 @@ async def test_what_one_worker_puts_into_a_shared_pool_is_there_for_another(flee
     await are([4, 0, 0, 4], [0, 0, 0, 8])
     await fleet.publishers[0].publish(removed([4], medium=medium))
     await are([4, 0, 0, 0], [0, 0, 0, 4])
+
+
+async def directory(fleet: Fleet, seq: int, kind: str, ids: Sequence[int], incarnation: int = 1, **fields: Any) -> Any:
+    """Tell of the chunks of ``ids`` as the LMCache server of the worker ``worker``."""
+    entries = [
+        {"key": {"chunk_hash_hex": f"{start:02x}"}, "token_ids": ids[start : start + CHUNK], "token_offset": start}
+        for start in range(0, len(ids), CHUNK)
+    ]
+    batch = {"instance_id": "worker", "incarnation": incarnation, "seq": seq, "event_type": kind, "entries": entries}
+    return await fleet.feeds.take_directory(json.dumps({"batches": [batch | fields]}).encode())
+
+
+async def test_an_lmcache_server_fills_the_lower_tiers_of_its_worker(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await publisher.publish(stored([1, 2], PROMPT[:4]))
+    await fleet.until_held(worker, 4)
+    assert await directory(fleet, 1, "store", PROMPT) == {"batches": 1, "ignored": 0}
+    assert await fleet.held(worker) == 8
+    await directory(fleet, 1, "delete", PROMPT)  # its number says that this was heard already
+    assert await fleet.held(worker) == 8
+    await directory(fleet, 2, "delete", PROMPT)
+    assert await fleet.held(worker) == 4
+
+
+@pytest.mark.parametrize(("seq", "incarnation"), [(3, 1), (1, 2)], ids=["a gap", "a restart"])
+async def test_what_an_lmcache_server_held_is_void_after(fleet, seq, incarnation):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await publisher.publish(stored([1, 2], PROMPT[:4]))
+    await fleet.until_held(worker, 4)
+    await directory(fleet, 1, "store", PROMPT)
+    await directory(fleet, seq, "access", [], incarnation)
+    assert await fleet.held(worker) == 4
+
+
+async def test_an_lmcache_server_of_nobody_is_ignored(fleet):
+    fleet.join(None)
+    assert await directory(fleet, 1, "store", PROMPT) == {"batches": 0, "ignored": 1}
+    assert await directory(fleet, 1, "store", PROMPT, instance_id="stranger") == {"batches": 0, "ignored": 1}

@@ -282,3 +282,14 @@ async def test_a_restarted_worker_without_events_is_known_anew_by_what_is_sent_t
                 await until(lambda slot=slot: entry.slot not in (-1, slot))
                 assert await predicted() == 0
                 assert await predicted() == known > 0
+
+
+async def test_lmcache_servers_may_tell_the_admin_port_what_they_hold(admin: httpx.AsyncClient) -> None:
+    key = {"chunk_hash_hex": "3c", "model_name": MODEL}
+    entries = [{"key": key, "token_ids": [1] * 32, "token_offset": 0}]
+    batch = {"instance_id": "worker-0", "incarnation": 1, "seq": 1, "event_type": "store", "entries": entries}
+    answer = await admin.post("/lmcache/events", json={"batches": [batch, batch | {"instance_id": "nobody"}]})
+    assert (answer.status_code, answer.json()) == (200, {"batches": 1, "ignored": 1})
+    refused = await admin.post("/lmcache/events", json={"batches": 3})
+    assert refused.status_code == 400
+    assert "LMCache" in refused.json()["error"]["message"]

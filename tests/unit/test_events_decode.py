@@ -303,3 +303,17 @@ def test_the_recorded_replay_is_what_was_published():
     first, answers = golden.replay()
     published = [parse_publication(message.raw) for request in golden.evictions() for message in request.messages]
     assert [parse_replay(frames) for frames in answers] == [*published[first:], None]
+
+
+def test_a_batch_of_mooncakes_master_has_integer_milliseconds_and_describes_nothing():
+    aliases = {"type": "BlockStored", "block_hashes": [-5], "object_key": "tiny@8@0@ff", "group_id": 7}
+    empty = dict.fromkeys(("model_name", "block_size", "lora_name", "dp_rank", "token_ids", "parent_hash"))
+    standard = {"event_id": 1, "event_type": "removed", "seq_hashes": [2**64 - 5], "medium": "disk", **empty}
+    decoded = decode_batch(
+        msgspec.msgpack.encode([1_790_000_000_123, [aliases | empty | {"medium": "cpu"}, standard], 0])
+    )
+    assert decoded.time_s == 1_790_000_000.123
+    assert decoded.events == [
+        Stored([2**64 - 5], None, b"", 0, Tier.HOST),
+        Removed([2**64 - 5], Tier.DISK),
+    ]
