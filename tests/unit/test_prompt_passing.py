@@ -21,8 +21,9 @@ def passed(body: dict[str, Any]) -> Any:
     return None if made is None else json.loads(made)
 
 
-def test_a_chat_keeps_all_its_fields_and_carries_ids():
-    assert passed(CHAT) == CHAT | {"kv_transfer_params": {"prompt_token_ids": IDS}}
+@pytest.mark.parametrize("body", [CHAT, {"model": "tiny", "input": "Hä?", "prompt": None}])
+def test_a_chat_keeps_all_its_fields_and_carries_ids(body):
+    assert passed(body) == body | {"kv_transfer_params": {"prompt_token_ids": IDS}}
 
 
 @pytest.mark.parametrize("prompt", ["Once", ["Once"]])
