@@ -185,6 +185,22 @@ async def test_a_decision_waits_for_a_frozen_server_once_and_no_longer(replica: 
     await until(lambda: _says(other, chunks, slot, 5))
 
 
+async def test_a_server_that_pauses_is_asked_again_and_nothing_is_written_anew(
+    replica: Replica, admin: redis.Redis
+) -> None:
+    one, other = replica(), replica(timeout_s=0.005)
+    slot, _ = await one.acquire_slot("a"), await other.acquire_slot("b")
+    await one.store(slot, prompt(5), Tier.HBM)
+    await one.flush()
+    await until(lambda: _says(other, prompt(5), slot, 5))
+    written, timeouts = one.counters.written, other.counters.timeouts
+    admin.client_pause(300)
+    assert await hits(other, prompt(5), [slot]) == [0]
+    assert other.counters.timeouts == timeouts + 1
+    await until(lambda: _says(other, prompt(5), slot, 5))
+    assert (one.counters.written, one.counters.generations) == (written, 0)
+
+
 async def test_what_changes_while_the_server_does_not_answer_is_written_afterwards(
     replica: Replica, valkey: Valkey
 ) -> None:
