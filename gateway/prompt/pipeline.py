@@ -175,7 +175,7 @@ class PromptPipeline:
             prompt: what ``prompt`` made of it; of no interest unless ``tokenized``.
             candidates: as for ``prompt``.
         """
-        if prompt.tokenized and self.checks.due(candidates.model):
+        if prompt.tokenized and self.checks.due(candidates.model) and not _renders_otherwise(request):
             payload = partial(_payload, request) if self._source(candidates).tokenizes_alike else _nothing_alike
             self.checks.begin(path, body, payload, prompt.ids, candidates)
 
@@ -346,6 +346,11 @@ class PromptPipeline:
 
     def _estimate(self, length: int) -> int:
         return max(1, int(length / self._bytes_per_token))
+
+
+def _renders_otherwise(request: InferenceRequest) -> bool:
+    """Return whether vLLM's ``/render`` may differ from what it runs: it does not ask how a model disables thinking."""
+    return isinstance(request, MessagesRequest) and request.thinking_disabled
 
 
 def _nothing_alike() -> dict[str, Any]:
