@@ -284,7 +284,10 @@ async def test_a_restarted_worker_without_events_is_known_anew_by_what_is_sent_t
                 assert await predicted() == known > 0
 
 
-async def test_lmcache_servers_may_tell_the_admin_port_what_they_hold(admin: httpx.AsyncClient) -> None:
+async def test_lmcache_servers_may_tell_the_admin_port_what_they_hold(
+    gateway: Gateway, admin: httpx.AsyncClient
+) -> None:
+    await until(lambda: gateway.registry.workers["worker-0"].slot >= 0)  # its own events are followed
     key = {"chunk_hash_hex": "3c", "model_name": MODEL}
     entries = [{"key": key, "token_ids": [1] * 32, "token_offset": 0}]
     batch = {"instance_id": "worker-0", "incarnation": 1, "seq": 1, "event_type": "store", "entries": entries}
