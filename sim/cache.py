@@ -65,7 +65,7 @@ class BlocksStored:
     tier: Tier
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)  # not frozen: the simulator makes one per evicted block, and frozen ones take twice as long
 class BlockRemoved:
     """A block was evicted from ``tier``."""
 

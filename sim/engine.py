@@ -7,6 +7,7 @@ that cuts the run short. Policies are those of ``policies``, called as the gatew
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -62,7 +63,11 @@ def simulate(
     """
     trace.check()
     fleet.check(trace)
-    return Simulation(trace, fleet, policy_name, policy_params, seed, on_progress).run()
+    gc.freeze()  # traces are large, and looking through them for garbage again and again takes a sixth of the time
+    try:
+        return Simulation(trace, fleet, policy_name, policy_params, seed, on_progress).run()
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(slots=True, eq=False)

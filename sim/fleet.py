@@ -292,7 +292,7 @@ class FleetSettings:
         size, most = trace.block_tokens, self.capacity_tokens // trace.block_tokens
         if size % self.block_tokens:
             raise ValueError(
-                f"trace {trace.name!r} names blocks of {size} tokens: not a multiple of the engine's {self.block_tokens}"
+                f"trace {trace.name!r}: blocks of {size} tokens are not multiples of the engine's {self.block_tokens}"
             )
         for number, request in enumerate(trace.requests):
             if -(-(request.prompt_tokens + request.output_tokens) // size) > most:

@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from policies.base import N_TIERS, Residency, Tier
 from policies.recency import PrefixLru
 from sim.tiers import EVERYONE
+
+SMALL_FLEET: Final = 24
+"""Up to so many workers, lists are cheaper to build and to go through than arrays."""
 
 
 class FleetIndex:
@@ -60,9 +66,10 @@ class FleetIndex:
 
         While all that still hold everything do so in HBM, their tokens are counted once for all of them.
         """
-        tokens = {worker: [0] * N_TIERS for worker in workers}
+        in_hbm = dict.fromkeys(workers, 0)
+        below: dict[int, list[int]] = {}  # tokens by tier, of those workers that have any below HBM
         hbm_bits = self._hbm_bits
-        alive = sum(1 << N_TIERS * worker for worker in workers)
+        alive = sum([1 << N_TIERS * worker for worker in workers])
         common = 0
         stored, sent = self._masks, speculation.masks
         for chunk in chunks:
@@ -71,20 +78,31 @@ class FleetIndex:
             lost = alive & ~held
             if lost:
                 for worker in _workers(lost):
-                    tokens[worker][Tier.HBM] += common
+                    in_hbm[worker] += common
                 alive &= held
                 if not alive:
                     break
-            below = alive & ~mask
             common += block_tokens
-            for worker in _workers(below):
+            for worker in _workers(alive & ~mask):
                 nibble = mask >> N_TIERS * worker & 0b1111
-                tier = (nibble & -nibble).bit_length() - 1
-                tokens[worker][Tier.HBM] -= block_tokens
-                tokens[worker][tier] += block_tokens
+                in_hbm[worker] -= block_tokens
+                below.setdefault(worker, [0] * N_TIERS)[(nibble & -nibble).bit_length() - 1] += block_tokens
         for worker in _workers(alive):
-            tokens[worker][Tier.HBM] += common
-        return Residency.of_lists(list(tokens.values()))
+            in_hbm[worker] += common
+        return _residency(in_hbm, below)
+
+
+def _residency(in_hbm: dict[int, int], below: dict[int, list[int]]) -> Residency:
+    if len(in_hbm) <= SMALL_FLEET:
+        nothing = [0] * N_TIERS
+        return Residency.of_lists([[hbm, *below.get(worker, nothing)[1:]] for worker, hbm in in_hbm.items()])
+    by_tier = np.zeros((len(in_hbm), N_TIERS), np.int64)
+    by_tier[:, Tier.HBM] = list(in_hbm.values())
+    if below:
+        for row, worker in enumerate(in_hbm):
+            if worker in below:
+                by_tier[row, 1:] = below[worker][1:]
+    return Residency(by_tier.sum(1), by_tier)
 
 
 def _workers(bits: int) -> list[int]:

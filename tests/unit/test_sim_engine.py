@@ -168,7 +168,7 @@ def test_a_request_that_cannot_be_simulated_is_named(request_, message):
 def test_unknown_policies_and_odd_blocks_are_refused():
     with pytest.raises(PolicyError, match="unknown policy"):
         simulate(conversations(), fleet(), "cleverest")
-    with pytest.raises(ValueError, match="not a multiple"):
+    with pytest.raises(ValueError, match="not multiples"):
         simulate(Trace([SimRequest(0.0, (), 10, 1)], 10), fleet(), "round-robin")
 
 
