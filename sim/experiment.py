@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import islice, product
 from multiprocessing import get_context
 from typing import Any, Final
 
@@ -139,29 +140,37 @@ def run_cases(cases: Sequence[Case], on_done: Callable[[Outcome], None], process
     first_seed = min(case.seed for case in cases)
     count = min(processes or os.cpu_count() or 1, len(cases))
     outcomes: dict[int, Outcome] = {}
+
+    def ended(number: int, outcome: Outcome) -> None:
+        outcomes[number] = outcome
+        on_done(outcome)
+
     if count == 1:
         for number, case in enumerate(cases):
-            outcomes[number] = run_case(case, case.seed == first_seed)
-            on_done(outcomes[number])
+            ended(number, run_case(case, case.seed == first_seed))
     else:
-        with ProcessPoolExecutor(count, get_context("spawn")) as pool:
-            running: dict[Future[Outcome], int] = {
-                pool.submit(run_case, case, case.seed == first_seed): number for number, case in enumerate(cases)
-            }
-            try:
-                for done in _as_they_end(set(running)):
-                    outcomes[running[done]] = done.result()
-                    on_done(outcomes[running[done]])
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        _side_by_side(cases, count, first_seed, ended)
     return [outcomes[number] for number in range(len(cases))]
 
 
-def _as_they_end(waiting: set[Future[Outcome]]) -> Iterator[Future[Outcome]]:
-    while waiting:
-        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        yield from done
+def _side_by_side(cases: Sequence[Case], count: int, first_seed: int, ended: Callable[[int, Outcome], None]) -> None:
+    left = iter(enumerate(cases))
+    running: dict[Future[Outcome], int] = {}
+    with ProcessPoolExecutor(count, get_context("spawn")) as pool:
+        while True:
+            # No more than run at once: what waits in the pool would be run even after an interruption.
+            for number, case in islice(left, count - len(running)):
+                running[pool.submit(run_case, case, case.seed == first_seed)] = number
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                try:
+                    ended(running.pop(future), future.result())
+                except BrokenProcessPool:
+                    raise ValueError(
+                        "a simulating process was killed, perhaps for want of memory; try --processes 1, or a part "
+                        "of the traffic (--share, --first)"
+                    ) from None
 
 
 def compare(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

@@ -49,24 +49,23 @@ class Traffic:
         Raises:
             ValueError: there is no such traffic, or it cannot be scaled so.
         """
-        name = self.source.partition(":")[0]
-        if Path(self.source).exists() or (name not in GENERATORS and _looks_like_a_path(self.source)):
+        if self._is_file():
             trace = read_trace(Path(self.source), closed_loop=self.closed_loop, spread_s=self.spread_s, seed=seed)
         else:
             trace = generator(self.source).trace(seed)
-            if self.closed_loop is not None:
-                if self.closed_loop and not trace.closed_loop:
-                    raise ValueError(f"{name}: the traffic has no sessions; it runs in an open loop only")
-                trace.closed_loop = self.closed_loop
+            if self.closed_loop and not trace.closed_loop:
+                raise ValueError(f"{trace.name}: the traffic has no sessions; it runs in an open loop only")
+            trace.closed_loop = trace.closed_loop and self.closed_loop is not False
         if self.share != 1 or self.first:
             trace = subset(trace, self.share, self.first, seed)
         if self.working_set != 1:
             trace = scale_working_set(trace, self.working_set, seed)
         return scale_load(trace, self.load) if self.load != 1 else trace
 
-
-def _looks_like_a_path(source: str) -> bool:
-    return "/" in source or "." in source.partition(":")[0]
+    def _is_file(self) -> bool:
+        """Whether the source is meant as a path: a word that is no file is a misspelt generator."""
+        name = self.source.partition(":")[0]
+        return name not in GENERATORS and ("/" in name or "." in name or Path(self.source).exists())
 
 
 def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:

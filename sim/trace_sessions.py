@@ -21,7 +21,8 @@ from policies.base import Ints
 from sim.requests import SimRequest, Trace
 from sim.trace_lines import TraceError, decode, decoder_of, lines
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+_Id = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**26)]  # more tokens than any model takes, and they still fit memory
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -32,7 +33,7 @@ class _Entry(msgspec.Struct):
     m: str = ""
     input_tokens: _Count = msgspec.field(default=0, name="in")
     output_tokens: _Count = msgspec.field(default=0, name="out")
-    runs: list[tuple[_Count, _Count]] = []
+    runs: list[tuple[_Id, _Count]] = []
     think: _Seconds | None = 0.0
     stop: str | None = None
     type: str | None = None

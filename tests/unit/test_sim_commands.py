@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,15 @@ def test_the_comparison_fits_eighty_columns() -> None:
     assert result.exit_code == 0, result.output
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "expected-cost" in result.stdout
+
+
+def test_a_process_that_is_killed_is_told_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sim.experiment.run_case", _die)
+    words = ("sim", "compare", SMALL, "--policies", "round-robin,random", "--processes", 2)
+    result = kvway(*words)
+    assert result.exit_code == 2
+    assert "a simulating process was killed" in result.output
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
