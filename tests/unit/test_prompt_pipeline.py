@@ -10,8 +10,8 @@ from tokenizers import AddedToken
 
 from gateway.config import Config
 from gateway.prompt import pipeline as module
-from gateway.prompt.pipeline import PromptPipeline
 from gateway.prompt.parsing import parse_request
+from gateway.prompt.pipeline import PromptPipeline
 from gateway.prompt.tokenizer import pack
 from policies.chunks import ChunkHasher
 from tests.prompt_rig import (
