@@ -5,25 +5,41 @@ registers every policy.
 """
 
 from policies import (
+    cache_threshold,
+    conductor,
+    dualmap,
     expected_cost,
     least_requests,
     least_tokens,
     least_work,
+    lmetric,
+    overlap_cost,
     power_of_two,
+    predicted_latency,
     prefix_hash,
     random_choice,
     round_robin,
     session,
+    sticky,
+    weighted,
 )
 
 __all__ = [
+    "cache_threshold",
+    "conductor",
+    "dualmap",
     "expected_cost",
     "least_requests",
     "least_tokens",
     "least_work",
+    "lmetric",
+    "overlap_cost",
     "power_of_two",
+    "predicted_latency",
     "prefix_hash",
     "random_choice",
     "round_robin",
     "session",
+    "sticky",
+    "weighted",
 ]

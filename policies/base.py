@@ -234,6 +234,16 @@ class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of a policy that has none."""
 
 
+class SeedParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters of a policy that draws lots and has no other parameters.
+
+    Attributes:
+        seed: makes the draws repeat; without it every process draws differently.
+    """
+
+    seed: int | None = None
+
+
 class Policy(Protocol):
     """A routing policy. It may keep state of its own (a turn, learned rates); time reaches it as ``now``.
 

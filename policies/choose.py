@@ -1,11 +1,22 @@
-"""What several policies share: hits as the engine will grant them, and the least of several columns."""
+"""What several policies share: hits as the engine will grant them, times to come, and the least of several columns."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Final, cast
 
-from policies.base import Costs, Decision, FleetView, Floats, Ints, Residency, RoutingRequest
-from policies.ring import ring_of
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.base import Breakdown, Costs, Decision, FleetView, Floats, Ints, Residency, RoutingRequest, Tier
+from policies.cost import prefill_seconds, reload_seconds
+from policies.ring import ring_for
+
+Terms = Mapping[str, NDArray[Any]]
+"""The terms of a policy's score by name, each ``[n]``."""
+
+LOWER_TIERS: Final = ("host", "disk", "remote")
 
 
 def expected_hit(request: RoutingRequest, residency: Residency, row: int) -> int:
@@ -16,6 +27,35 @@ def expected_hit(request: RoutingRequest, residency: Residency, row: int) -> int
 def uncached_tokens(request: RoutingRequest, residency: Residency) -> Ints:
     """Return the prompt tokens that each candidate would have to prefill, int64 ``[n]``, at least 1."""
     return np.maximum(request.prompt_tokens - residency.hit_tokens, 1)
+
+
+def hit_share(request: RoutingRequest, residency: Residency) -> Floats:
+    """Return the cached share of the prompt, float64 ``[n]``, 0 to 1."""
+    return cast("Floats", np.minimum(residency.hit_tokens / max(1, request.prompt_tokens), 1.0))
+
+
+def queue_seconds(fleet: FleetView, now: float) -> Floats:
+    """Return the prefill queued at each candidate, less the time that its running one has already taken, ``[n]``."""
+    queued = fleet.column("pending_prefill_s") + fleet.column("prefilling_since") - now
+    return cast("Floats", np.maximum(queued, 0.0))
+
+
+def prefill_of(fleet: FleetView, new: Ints, cached: Ints) -> Floats:
+    """Return the prefill time of ``new`` tokens behind ``cached`` ones at each candidate's rates, seconds ``[n]``."""
+    rates: Iterator[Floats] = (fleet.column(f"prefill_{term}_s") for term in "abc")
+    return prefill_seconds(new.astype(np.float64), cached.astype(np.float64), *rates)
+
+
+def lower_tier_seconds(fleet: FleetView, residency: Residency) -> Floats:
+    """Return the time to bring back into HBM what each candidate holds of the prompt below it, seconds ``[n]``."""
+    rates = (fleet.column(f"reload_{tier}_s") for tier in LOWER_TIERS)
+    return cast("Floats", reload_seconds(*residency.by_tier[:, Tier.HOST :].T, *rates))
+
+
+def first_token_seconds(request: RoutingRequest, fleet: FleetView, residency: Residency, now: float) -> Floats:
+    """Return the predicted time to the first token: queue, prefill, and reload from lower tiers; seconds ``[n]``."""
+    prefill = prefill_of(fleet, uncached_tokens(request, residency), residency.hit_tokens)
+    return queue_seconds(fleet, now) + prefill + lower_tier_seconds(fleet, residency)
 
 
 def lowest(fleet: FleetView, key: bytes, *columns: Floats | Ints) -> int:
@@ -32,11 +72,23 @@ def lowest(fleet: FleetView, key: bytes, *columns: Floats | Ints) -> int:
         rows = rows[values == values.min()]
         if len(rows) == 1:
             return int(rows[0])
-    return ring_of(tuple(fleet.names)).first(key, set(rows.tolist()))
+    return ring_for(fleet).first(key, set(rows.tolist()))
 
 
 def decided(
-    request: RoutingRequest, residency: Residency, row: int, reason: str, costs: Costs | None = None
+    request: RoutingRequest,
+    residency: Residency,
+    row: int,
+    reason: str,
+    costs: Costs | None = None,
+    terms: Terms | None = None,
+    predicted_ttft: float = 0.0,
 ) -> Decision:
-    """Return the decision for ``row``; ``costs`` order the fallbacks."""
-    return Decision(row, expected_hit(request, residency, row), reason=reason, costs=costs)
+    """Return the decision for ``row``; ``costs`` order the fallbacks, ``terms`` explain them (neither a live view)."""
+    explain = partial(_rows, terms) if terms else None
+    return Decision(row, expected_hit(request, residency, row), predicted_ttft, reason, costs, explain)
+
+
+def _rows(terms: Terms) -> Breakdown:
+    columns = [column.tolist() for column in terms.values()]
+    return [dict(zip(terms, values, strict=True)) for values in zip(*columns, strict=True)]

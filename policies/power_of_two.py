@@ -7,18 +7,8 @@ from typing import ClassVar
 
 import msgspec
 
-from policies.base import Decision, FleetView, Residency, RoutingRequest, register
+from policies.base import Decision, FleetView, Residency, RoutingRequest, SeedParams, register
 from policies.choose import decided
-
-
-class PowerOfTwoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of ``power-of-two``.
-
-    Attributes:
-        seed: makes the draws repeat; without it every process draws differently.
-    """
-
-    seed: int | None = None
 
 
 @register
@@ -26,9 +16,9 @@ class PowerOfTwo:
     """Requests in flight decide between the two, then pending prefill tokens, then the draw."""
 
     name: ClassVar[str] = "power-of-two"
-    Params: ClassVar[type[msgspec.Struct]] = PowerOfTwoParams
+    Params: ClassVar[type[msgspec.Struct]] = SeedParams
 
-    def __init__(self, params: PowerOfTwoParams, /) -> None:
+    def __init__(self, params: SeedParams, /) -> None:
         self._random = Random(params.seed)
 
     def decide(self, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float) -> Decision:

@@ -8,7 +8,7 @@ import msgspec
 
 from policies.base import Decision, FleetView, Residency, RoutingRequest, register
 from policies.choose import decided
-from policies.ring import ring_of
+from policies.ring import ring_for
 
 
 class PrefixHashParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class PrefixHash:
     def decide(self, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float) -> Decision:
         """Return the first worker on the prompt's way round the ring that is not above its share."""
         running = fleet.column("running").copy()
-        row = ring_of(tuple(fleet.names)).bounded(self._key(request), running.tolist(), self._params.load_factor)
+        row = ring_for(fleet).bounded(self._key(request), running.tolist(), self._params.load_factor)
         return decided(request, residency, row, "ring", running)
 
     def _key(self, request: RoutingRequest) -> bytes:

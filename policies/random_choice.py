@@ -7,18 +7,8 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from policies.base import Decision, FleetView, Residency, RoutingRequest, register
+from policies.base import Decision, FleetView, Residency, RoutingRequest, SeedParams, register
 from policies.choose import decided
-
-
-class RandomParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters of ``random``.
-
-    Attributes:
-        seed: makes the choices repeat; without it every process chooses differently.
-    """
-
-    seed: int | None = None
 
 
 @register
@@ -26,9 +16,9 @@ class RandomChoice:
     """A random order of the workers: the first is the choice, the others are the fallbacks."""
 
     name: ClassVar[str] = "random"
-    Params: ClassVar[type[msgspec.Struct]] = RandomParams
+    Params: ClassVar[type[msgspec.Struct]] = SeedParams
 
-    def __init__(self, params: RandomParams, /) -> None:
+    def __init__(self, params: SeedParams, /) -> None:
         self._random = np.random.default_rng(params.seed)
 
     def decide(self, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float) -> Decision:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -19,7 +20,10 @@ import mmh3
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.base import FleetView
+
 VIRTUAL_NODES: Final = 256
+_RECENT: Final = 16  # sets of candidates: by model, by adapter, without the workers that were tried
 
 
 class Ring:
@@ -39,7 +43,7 @@ class Ring:
         """Yield every row, or every one of ``rows``, once, in the order in which ``key`` meets them on the circle."""
         owners = self._owners
         left = set(range(self.size) if rows is None else rows)
-        start = bisect_left(self._points, mmh3.hash64(key, signed=False)[0])
+        start = self._position(key)
         for position in chain(range(start, len(owners)), range(start)):
             row = owners[position]
             if row in left:
@@ -50,6 +54,8 @@ class Ring:
 
     def first(self, key: bytes, rows: Collection[int] | None = None) -> int:
         """Return the row, of ``rows`` if given, that ``key`` meets first."""
+        if rows is None:
+            return self._owners[self._position(key) % len(self._owners)]
         return next(self.walk(key, rows))
 
     def bounded(self, key: bytes, loads: Sequence[float], factor: float, rows: Collection[int] | None = None) -> int:
@@ -68,6 +74,25 @@ class Ring:
                 return row
             passed.append(row)
         return min(passed, key=loads.__getitem__)
+
+    def _position(self, key: bytes) -> int:
+        return bisect_left(self._points, mmh3.hash64(key, signed=False)[0])
+
+
+_recent: OrderedDict[int, tuple[Sequence[str], int, Ring]] = OrderedDict()  # id of the names → names, version, ring
+
+
+def ring_for(fleet: FleetView) -> Ring:
+    """Return the ring of the candidates. As long as they are the same ones, their names are not looked at."""
+    names, version = fleet.names, fleet.version
+    known = _recent.get(id(names))
+    if known is not None and known[0] is names and known[1] == version:
+        return known[2]
+    ring = ring_of(tuple(names))
+    _recent[id(names)] = names, version, ring
+    if len(_recent) > _RECENT:
+        _recent.popitem(last=False)
+    return ring
 
 
 @lru_cache(maxsize=16)

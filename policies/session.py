@@ -8,7 +8,7 @@ import msgspec
 
 from policies.base import Decision, FleetView, NoParams, Residency, RoutingRequest, register
 from policies.choose import decided, lowest
-from policies.ring import ring_of
+from policies.ring import ring_for
 
 
 @register
@@ -28,5 +28,5 @@ class Session:
             row = lowest(fleet, request.key(), pending, fleet.column("running"))
             return decided(request, residency, row, "load", pending)
         key = request.session.encode("utf-8", "surrogatepass")
-        row = next(ring_of(tuple(fleet.names)).walk(key))
+        row = ring_for(fleet).first(key)
         return decided(request, residency, row, "session", pending)

@@ -1,3 +1,5 @@
+import copy
+from collections.abc import Sequence
 from unittest import mock
 
 import numpy as np
@@ -10,8 +12,18 @@ from policies.expected_cost import SMALL_FLEET
 from tests.fleets import CHUNK, make_fleet, make_request, make_residency
 
 ALL = sorted(known_policies())
-STATELESS = ["expected-cost", "least-requests", "least-tokens", "least-work", "prefix-hash", "session"]
-BY_LOAD = ["expected-cost", "least-requests", "least-tokens", "least-work", "power-of-two", "prefix-hash"]
+DRAWING = {
+    "overlap-cost": {"seed": 1, "temperature": 0.5},
+    "power-of-two": {"seed": 1},
+    "predicted-latency": {"seed": 1, "explore": 0.5},
+    "random": {"seed": 1},
+}
+"""Policies that draw lots, with parameters that make the draws repeat."""
+FEW = settings(max_examples=8, deadline=None)
+"""Examples per policy."""
+NOT_EXPLORING = {"predicted-latency": {"explore": 0.0}, "power-of-two": {"seed": 1}}
+UNORDERED = sorted(set(ALL) - {"power-of-two", "random", "round-robin"})
+BY_LOAD = sorted(set(ALL) - {"random", "round-robin", "session"})
 
 
 @st.composite
@@ -36,7 +48,7 @@ def situations(draw, most=2 * SMALL_FLEET):
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=25, deadline=None)
+@FEW
 @given(situation=situations())
 def test_the_choice_is_a_candidate_and_every_other_is_a_fallback(name, situation):
     fleet, request, residency = situation
@@ -47,25 +59,48 @@ def test_the_choice_is_a_candidate_and_every_other_is_a_fallback(name, situation
     assert len(decision.breakdown(fleet)) == len(fleet)
 
 
-@pytest.mark.parametrize("name", STATELESS)
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", ALL)
+@FEW
+@given(one=situations(), other=situations())
+def test_a_copy_and_an_equal_policy_decide_alike(name, one, other):
+    policy, equal = create_policy(name, DRAWING.get(name)), create_policy(name, DRAWING.get(name))
+    for fleet, request, residency in (one, other):
+        assert outline(equal, fleet, request, residency) == outline(policy, fleet, request, residency)
+    duplicate = copy.deepcopy(policy)
+    for fleet, request, residency in (other, one, other):
+        assert outline(duplicate, fleet, request, residency) == outline(policy, fleet, request, residency)
+
+
+@pytest.mark.parametrize("name", ALL)
+@FEW
+@given(situation=situations())
+def test_a_decision_does_not_go_through_the_prompts_chunks(name, situation):
+    fleet, request, residency = situation
+    request.chunks = Watched(request.chunks)
+    create_policy(name).decide(request, fleet, residency, now=100.0)
+    assert request.chunks.looks <= 4
+
+
+@pytest.mark.parametrize("name", UNORDERED)
+@FEW
 @given(situation=situations(), data=st.data())
 def test_the_order_of_the_workers_does_not_matter(name, situation, data):
     fleet, request, residency = situation
     order = np.array(data.draw(st.permutations(range(len(fleet)))))
     shuffled = make_residency(residency.hit_tokens[order])
     shuffled.by_tier = residency.by_tier[order]
-    chosen = create_policy(name).decide(request, fleet, residency, now=100.0).worker
-    again = create_policy(name).decide(request, fleet.take(order), shuffled, now=100.0).worker
+    params = NOT_EXPLORING.get(name)
+    chosen = create_policy(name, params).decide(request, fleet, residency, now=100.0).worker
+    again = create_policy(name, params).decide(request, fleet.take(order), shuffled, now=100.0).worker
     assert fleet.names[order[again]] == fleet.names[chosen]
 
 
 @pytest.mark.parametrize("name", BY_LOAD)
-@settings(max_examples=25, deadline=None)
+@FEW
 @given(situation=situations(most=8), data=st.data())
 def test_more_load_never_attracts_a_request(name, situation, data):
     fleet, request, residency = situation
-    params = {"seed": 1} if name == "power-of-two" else {}
+    params = NOT_EXPLORING.get(name)
     chosen = create_policy(name, params).decide(request, fleet, residency, now=100.0).worker
     others = [row for row in range(len(fleet)) if row != chosen]
     if not others:
@@ -111,7 +146,7 @@ def test_any_unknown_name_gets_an_answer_that_lists_the_known_ones(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=25, deadline=None)
+@FEW
 @given(
     params=st.dictionaries(
         st.text(max_size=8), st.none() | st.booleans() | st.floats() | st.text(max_size=4), max_size=3
@@ -122,6 +157,27 @@ def test_any_parameters_are_accepted_or_answered(name, params):
         create_policy(name, params)
     except PolicyError as error:
         assert f"policy {name!r}" in str(error)
+
+
+class Watched(Sequence):
+    """Chunks that count how often one of them is looked at."""
+
+    def __init__(self, chunks):
+        self.chunks = chunks
+        self.looks = 0
+
+    def __len__(self):
+        return len(self.chunks)
+
+    def __getitem__(self, at):
+        self.looks += len(self.chunks[at]) if isinstance(at, slice) else 1
+        return self.chunks[at]
+
+
+def outline(policy, fleet, request, residency):
+    """Return what a decision amounts to."""
+    decision = policy.decide(request, fleet, residency, now=100.0)
+    return decision.worker, decision.reason, decision.predicted_ttft, decision.breakdown(fleet)
 
 
 def add_load(fleet: FleetView, row: int, tokens: int) -> None:

@@ -14,15 +14,23 @@ from policies.base import (
 from tests.fleets import make_fleet, make_request, make_residency
 
 NAMES = {
+    "cache-threshold",
+    "conductor",
+    "dualmap",
     "expected-cost",
     "least-requests",
     "least-tokens",
     "least-work",
+    "lmetric",
+    "overlap-cost",
     "power-of-two",
+    "predicted-latency",
     "prefix-hash",
     "random",
     "round-robin",
     "session",
+    "sticky",
+    "weighted",
 }
 
 
@@ -39,7 +47,7 @@ def test_a_name_like_no_other_is_answered_with_the_list_alone():
     with pytest.raises(PolicyError) as error:
         create_policy("zzz")
     assert "Did you mean" not in str(error.value)
-    assert "Known policies: expected-cost, least-requests" in str(error.value)
+    assert "Known policies: cache-threshold, conductor" in str(error.value)
 
 
 def test_an_unknown_parameter_is_answered_with_the_nearest_one():
@@ -68,6 +76,17 @@ def test_a_policy_without_parameters_says_so():
         ("expected-cost", {"memory_s": 0}),
         ("expected-cost", {"price": "maybe"}),
         ("power-of-two", {"seed": "x"}),
+        ("cache-threshold", {"cache_threshold": 1.1}),
+        ("conductor", {"pull_ratio": 0.5}),
+        ("conductor", {"pull_s_per_token": 0}),
+        ("dualmap", {"slo_s": 0}),
+        ("lmetric", {"queued": "both"}),
+        ("overlap-cost", {"temperature": -1}),
+        ("overlap-cost", {"block_tokens": 0}),
+        ("predicted-latency", {"explore": 2}),
+        ("sticky", {"hit_threshold": 0}),
+        ("sticky", {"balance": "tokens"}),
+        ("weighted", {"prefix": -3}),
     ],
 )
 def test_a_parameter_out_of_range_names_policy_and_parameter(policy, params):
