@@ -1,0 +1,57 @@
+{{/* What values.schema.json cannot say: values that contradict each other. */}}
+{{- define "kvway.validate" -}}
+{{- $values := .Values -}}
+{{- $server := $values.config.server -}}
+{{- $index := $values.config.index | default dict -}}
+{{- if not (or $values.config.workers $values.discovery.enabled $values.simulatedWorkers.enabled) -}}
+{{- fail "there are no workers: list them in config.workers, set discovery.enabled and config's discovery, or try simulatedWorkers.enabled=true" -}}
+{{- end -}}
+{{- if or $index.password $index.sentinel_password (regexMatch "://[^/@]*:[^/@]*@" ($index.url | default "")) -}}
+{{- fail "config.index: a password would lie readable in a ConfigMap; put it into a Secret and name that in redis.passwordSecret or redis.sentinelPasswordSecret" -}}
+{{- end -}}
+{{- if ($values.config.recorder | default dict).salt -}}
+{{- fail "config.recorder.salt would lie readable in a ConfigMap; put it into a Secret and set KVWAY_RECORDER__SALT from it with env" -}}
+{{- end -}}
+{{- if not (and $server.port $server.admin_port) -}}
+{{- fail "config.server.port and config.server.admin_port must be given: probes and Services lead there" -}}
+{{- end -}}
+{{- if and (has $values.redis.mode (list "standalone" "sentinel" "cluster")) (not $values.redis.hosts) -}}
+{{- fail (printf "redis.mode is %s, so redis.hosts must name where it is" $values.redis.mode) -}}
+{{- end -}}
+{{- if and (eq $values.redis.mode "standalone") (gt (len $values.redis.hosts) 1) -}}
+{{- fail "redis.mode is standalone, so redis.hosts must name one server; for several write sentinel or cluster" -}}
+{{- end -}}
+{{- if and (eq $values.redis.mode "bundled") (or $values.redis.tls.enabled $values.redis.hosts) -}}
+{{- fail "redis.hosts and redis.tls are for existing servers; set redis.mode to standalone, sentinel or cluster" -}}
+{{- end -}}
+{{- if and (eq $values.tokenizer.source "pvc") (not $values.tokenizer.pvc.claimName) -}}
+{{- fail "tokenizer.source is pvc, so tokenizer.pvc.claimName must name the claim" -}}
+{{- end -}}
+{{- if and (eq $values.tokenizer.source "image") (not $values.tokenizer.image.reference) -}}
+{{- fail "tokenizer.source is image, so tokenizer.image.reference must name the image" -}}
+{{- end -}}
+{{- if and (eq $values.tokenizer.source "download") (not $values.tokenizer.download.repositories) -}}
+{{- fail "tokenizer.source is download, so tokenizer.download.repositories must name at least one" -}}
+{{- end -}}
+{{- $least := add $values.preStopSleepSeconds (ceil $server.drain_s) -}}
+{{- if lt (include "kvway.gracePeriodSeconds" . | int) (int $least) -}}
+{{- fail (printf "terminationGracePeriodSeconds would kill pods that still drain; it must be at least preStopSleepSeconds + config.server.drain_s = %d, or 0" $least) -}}
+{{- end -}}
+{{- if $values.autoscaling.enabled -}}
+{{- if gt (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas) -}}
+{{- fail "autoscaling.minReplicas is above autoscaling.maxReplicas" -}}
+{{- end -}}
+{{- if not (or $values.autoscaling.targetCPUUtilizationPercentage $values.autoscaling.targetInFlightTokens) -}}
+{{- fail "autoscaling has no target; set targetCPUUtilizationPercentage or targetInFlightTokens" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $values.serviceMonitor.enabled $values.podMonitor.enabled -}}
+{{- fail "serviceMonitor and podMonitor would both scrape every pod; enable one of them" -}}
+{{- end -}}
+{{- if and $values.httpRoute.enabled (not $values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled is set, so httpRoute.parentRefs must name a Gateway" -}}
+{{- end -}}
+{{- if and $values.loadTest.enabled (not $values.loadTest.args) -}}
+{{- fail "loadTest.enabled is set, so loadTest.args must say what to run; see docs/load-testing.md" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,325 @@
+"""The Helm chart: what it renders is what Kubernetes takes, for every way to install it."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from helm_python import lint
+from helm_python.errors import HelmError
+
+from gateway.config import Config
+from gateway.index.redis_address import parse_url
+from tests import chart
+from tests.chart import SIMULATED, config, example, find, pod, render
+
+WORKER = {"config": {"workers": [{"url": "http://w:8000"}]}}
+VERSIONS = ("1.25", "1.31", "1.37")
+OURS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute"}  # kinds that Kubernetes itself does not know
+EVERYTHING: dict[str, Any] = {
+    "tls": {"secretName": "cert"},
+    "secretFiles": [{"name": "keys"}],
+    "env": [{"name": "KVWAY_LOG__LEVEL", "value": "debug"}],
+    "envFrom": [{"secretRef": {"name": "more"}}],
+    "imagePullSecrets": [{"name": "registry"}],
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "llm"},
+    "nodeSelector": {"kubernetes.io/arch": "amd64"},
+    "tolerations": [{"key": "dedicated", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "priorityClassName": "high",
+    "extraVolumes": [{"name": "traces", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "traces", "mountPath": "/traces"}],
+    "service": {"type": "NodePort", "nodePort": 30080, "annotations": {"a": "b"}},
+    "serviceAccount": {"annotations": {"a": "b"}},
+    "networkPolicy": {"enabled": True, "egress": [{"to": [{"podSelector": {"matchLabels": {"app": "vllm"}}}]}]},
+    "loadTest": {"enabled": True, "args": ["chat", "--url", "$(KVWAY_URL)"]},
+    "config": {"recorder": {"directory": "/traces"}},
+}
+TLS = {"enabled": True, "caSecret": "ca", "clientSecret": "client"}
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "simulated": [example("values-simulated.yaml")],
+    "vllm": [example("values-vllm.yaml")],
+    "sglang": [example("values-sglang.yaml")],
+    "production": [example("values-vllm.yaml"), example("values-production.yaml")],
+    "alone": [WORKER, {"redis": {"mode": "none"}, "replicaCount": 1, "podDisruptionBudget": {"enabled": False}}],
+    "valkey with a password": [WORKER, {"redis": {"passwordSecret": {"name": "redis"}}}],
+    "one redis": [WORKER, {"redis": {"mode": "standalone", "hosts": ["r:6380"], "username": "me", "tls": TLS}}],
+    "cluster": [WORKER, {"redis": {"mode": "cluster", "hosts": ["a", "b:7000"], "passwordSecret": {"name": "redis"}}}],
+    "claim": [WORKER, {"tokenizer": {"source": "pvc", "pvc": {"claimName": "models", "subPath": "llama"}}}],
+    "discovery": [{"discovery": {"enabled": True, "namespaces": ["a", "b"], "nodeZones": True}}],
+    "pod monitor": [WORKER, {"podMonitor": {"enabled": True, "relabelings": [{"action": "drop"}]}}],
+    "route": [WORKER, {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gw"}], "hostnames": ["kvway.example"]}}],
+    "everything": [SIMULATED, EVERYTHING],
+}
+
+# Else every object has all of a version's definitions read anew, which takes longer than everything else here.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
+
+every_way = pytest.mark.parametrize("layers", WAYS.values(), ids=WAYS)
+
+
+@cache
+def mistake(text: str, version: str) -> str:
+    """Return what Kubernetes of a version would not take of an object; empty for nothing."""
+    try:
+        kubernetes_validate.validate(json.loads(text), version, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return f"{list(error.path)}: {error.message}"
+    return ""
+
+
+@every_way
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_every_object(layers, version):
+    for each in render(*layers):
+        if each["kind"] not in OURS:
+            assert mistake(json.dumps(each, sort_keys=True), version) == "", each["metadata"]["name"]
+
+
+def test_an_image_as_volume_is_taken_where_kubernetes_has_it():
+    objects = render(WORKER, {"tokenizer": {"source": "image", "image": {"reference": "tokenizers:1"}}})
+    assert {"name": "tokenizers", "image": {"reference": "tokenizers:1", "pullPolicy": "IfNotPresent"}} in pod(objects)[
+        "volumes"
+    ]
+    for version in ("1.33", "1.37"):
+        assert mistake(json.dumps(find(objects, "Deployment")), version) == ""
+
+
+@every_way
+def test_helm_lint_finds_nothing(layers):
+    report = lint(chart.CHART, chart.merged(*layers), strict=True)
+    assert [each for each in report["messages"] if each["severity"] > 1] == [] == report["errors"]
+
+
+@every_way
+def test_the_configuration_is_one_that_the_gateway_takes(layers):
+    Config.model_validate(config(render(*layers)))
+
+
+@every_way
+def test_no_container_may_do_more_than_it_must(layers):
+    specs = [each["spec"]["template"]["spec"] for each in render(*layers) if "template" in each.get("spec", {})]
+    for spec in specs:
+        assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert spec["enableServiceLinks"] is False  # KVWAY_PORT and its like are not for the gateway
+        for container in spec["containers"] + spec.get("initContainers", []):
+            may = container["securityContext"]
+            assert may["readOnlyRootFilesystem"] and not may["allowPrivilegeEscalation"]
+            assert may["capabilities"] == {"drop": ["ALL"]}
+            assert (
+                "limits" in container["resources"] and "." not in container["image"].partition("/")[0].partition(":")[0]
+            )
+
+
+@every_way
+def test_every_mount_has_its_volume_and_every_object_its_own_name(layers):
+    objects = render(*layers)
+    for spec in (each["spec"]["template"]["spec"] for each in objects if "template" in each.get("spec", {})):
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        mounts = [mount for container in spec["containers"] for mount in container["volumeMounts"]]
+        assert {mount["name"] for mount in mounts} == volumes
+        assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
+    names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in objects]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", chart.GOLDEN)
+def test_what_is_rendered_is_what_is_kept(name):
+    assert chart.golden(name) == chart.golden_file(name).read_text(), "run: python -m tests.chart, and read the diff"
+
+
+def test_a_pod_has_time_to_leave_the_load_balancers_and_to_drain():
+    def times(**values: Any) -> tuple[int, int, int]:
+        objects = render(SIMULATED, values)
+        spec = pod(objects)
+        sleep = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        return int(sleep[1]), config(objects)["server"]["drain_s"], spec["terminationGracePeriodSeconds"]
+
+    assert times() == (10, 300, 325)
+    assert times(preStopSleepSeconds=5, config={"server": {"drain_s": 59.5}}) == (5, 59.5, 80)
+    assert times(terminationGracePeriodSeconds=310) == (10, 300, 310)
+
+
+def test_probes_lead_where_they_ask_no_worker_but_readiness():
+    container = pod(render(SIMULATED))["containers"][0]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"http": 8000, "admin": 8001}
+    assert (
+        container["startupProbe"]["httpGet"]
+        == container["livenessProbe"]["httpGet"]
+        == {
+            "path": "/health",
+            "port": "admin",
+        }
+    )
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http", "scheme": "HTTP"}
+
+
+def test_with_a_certificate_clients_and_probes_speak_https():
+    objects = render(SIMULATED, {"tls": {"secretName": "cert"}})
+    assert pod(objects)["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert config(objects)["server"]["tls_cert"] == "/etc/kvway/tls/tls.crt"
+
+
+def test_a_change_of_the_configuration_rolls_the_pods():
+    def checksum(**server: Any) -> str:
+        objects = render(SIMULATED, {"config": {"server": server}})
+        annotations = find(objects, "Deployment")["spec"]["template"]["metadata"]["annotations"]
+        return annotations["checksum/config"]
+
+    assert checksum() == checksum() != checksum(keep_alive_s=10)
+
+
+def test_large_and_small_numbers_reach_the_gateway_as_they_were_written():
+    values = {"index": {"max_chunks": 25_000_000}, "server": {"max_body_bytes": 2**30}}
+    values |= {"workers": [{"url": "http://w:1", "prefill": {"b_s": 0.000001, "c_s": 1.05e-9}}]}
+    taken = Config.model_validate(config(render({"config": values})))
+    assert (taken.index.max_chunks, taken.server.max_body_bytes) == (25_000_000, 2**30)
+    assert (taken.workers[0].prefill.b_s, taken.workers[0].prefill.c_s) == (1e-6, 1.05e-9)
+
+
+@pytest.mark.parametrize(
+    ("redis", "kind", "addresses"),
+    [
+        ({"mode": "bundled"}, "one", [("kvway-valkey", 6379)]),
+        ({"mode": "standalone", "hosts": ["r:6380"], "database": 3}, "one", [("r", 6380)]),
+        ({"mode": "sentinel", "hosts": ["s1", "s2:1"]}, "sentinel", [("s1", 26379), ("s2", 1)]),
+        ({"mode": "cluster", "hosts": ["a:1", "b:2"], "tls": {"enabled": True}}, "cluster", [("a", 1), ("b", 2)]),
+    ],
+)
+def test_redis_is_found_where_it_is_said_to_be(redis, kind, addresses):
+    place = parse_url(config(render(WORKER, {"redis": redis}))["index"]["url"])
+    assert (place.kind, list(map(tuple, place.addresses))) == (kind, addresses)
+    assert place.db == redis.get("database", 0) and place.tls == redis.get("tls", {}).get("enabled", False)
+
+
+def test_passwords_come_from_secrets_only():
+    objects = render(WORKER, example("values-production.yaml"))
+    index = config(objects)["index"]
+    assert index["password_file"] == "/etc/kvway/redis-password/password"
+    assert index["tls_ca"] == "/etc/kvway/redis-ca/ca.crt" and "password" not in index
+    environment = {each["name"]: each for each in pod(objects)["containers"][0]["env"]}
+    assert environment["SENTINEL_PASSWORD"]["valueFrom"]["secretKeyRef"] == {
+        "name": "redis-sentinel",
+        "key": "password",
+    }
+    assert environment["KVWAY_INDEX__SENTINEL_PASSWORD"]["value"] == "'$(SENTINEL_PASSWORD)'"
+    assert not [each for each in objects if each["kind"] == "Secret"]
+
+
+def test_what_config_says_wins_over_what_the_chart_adds():
+    objects = render(SIMULATED, {"config": {"index": {"backend": "memory"}, "models": {"sim": {"source": "bytes"}}}})
+    assert config(objects)["index"]["backend"] == "memory" and config(objects)["models"]["sim"]["source"] == "bytes"
+
+
+def test_simulated_workers_come_after_those_in_config():
+    names = [each.get("name") for each in config(render(SIMULATED, WORKER))["workers"]]
+    assert names == [None, "sim-0", "sim-1", "sim-2", "sim-3"]
+
+
+def test_downloaded_tokenizers_are_wired_into_the_models():
+    def models(*repositories: str) -> Any:
+        download = {"source": "download", "download": {"repositories": repositories}}
+        return config(render(WORKER, {"tokenizer": download}))["models"]
+
+    assert models("org/a") == {"*": {"tokenizer": "/tokenizers/org/a"}}
+    assert models("org/a", "org/b") == {f"org/{x}": {"tokenizer": f"/tokenizers/org/{x}"} for x in "ab"}
+
+
+def test_only_discovery_gives_the_gateway_rights_and_these_only_read():
+    def roles(*layers: dict[str, Any]) -> list[Any]:
+        return [each for each in render(*layers) if each["kind"] in ("Role", "ClusterRole")]
+
+    assert roles(SIMULATED) == [] and pod(render(SIMULATED))["automountServiceAccountToken"] is False
+    discovering = {"discovery": {"enabled": True}}
+    assert pod(render(discovering))["automountServiceAccountToken"] is True
+    (role,) = roles(discovering)
+    assert role["kind"] == "Role" and role["metadata"]["namespace"] == chart.NAMESPACE
+    (*_, of_nodes) = roles(discovering, {"discovery": {"namespaces": ["a", "b"], "nodeZones": True}})
+    assert of_nodes["kind"] == "ClusterRole" and of_nodes["rules"][0]["resources"] == ["nodes"]
+    for each in (role, of_nodes):
+        assert {verb for rule in each["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    assert roles(discovering, {"rbac": {"create": False}}) == []
+
+
+def test_the_autoscaler_takes_over_the_number_of_replicas():
+    objects = render(WORKER, {"autoscaling": {"enabled": True, "targetInFlightTokens": 2_000_000}})
+    assert "replicas" not in find(objects, "Deployment")["spec"]
+    cpu, tokens = find(objects, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert cpu["resource"]["target"] == {"type": "Utilization", "averageUtilization": 70}
+    assert tokens["pods"]["target"] == {"type": "AverageValue", "averageValue": "2000000"}
+
+
+def test_selectors_reach_the_gateway_and_nothing_else():
+    objects = render(SIMULATED, {"podDisruptionBudget": {"enabled": True}})
+    for kind, name in (("Service", "kvway"), ("Service", "kvway-valkey"), ("Service", "kvway-sim")):
+        selector = find(objects, kind, name)["spec"]["selector"].items()
+        reached = [
+            each["metadata"]["name"]
+            for each in objects
+            if each["kind"] in ("Deployment", "StatefulSet")
+            and selector <= each["spec"]["template"]["metadata"]["labels"].items()
+        ]
+        assert reached == [name]
+
+
+def test_monitors_select_the_admin_port_once():
+    objects = render(WORKER, {"serviceMonitor": {"enabled": True}})
+    selector = find(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
+    services = [
+        each for each in objects if each["kind"] == "Service" and selector <= each["metadata"]["labels"].items()
+    ]
+    assert [each["metadata"]["name"] for each in services] == ["kvway-admin"]
+    assert find(objects, "ServiceMonitor")["spec"]["endpoints"][0]["port"] == services[0]["spec"]["ports"][0]["name"]
+
+
+def test_two_releases_in_one_namespace_do_not_meet():
+    first, second = ({(e["kind"], e["metadata"]["name"]) for e in render(SIMULATED, name=n)} for n in ("a", "b"))
+    assert not first & second
+
+
+def test_notes_warn_of_replicas_that_know_nothing_of_each_other():
+    assert "WARNING" in chart.notes(WORKER, {"redis": {"mode": "none"}})
+    assert "WARNING" not in chart.notes(WORKER) and "simulated" in chart.notes(SIMULATED)
+
+
+MISTAKES = [
+    ({}, "there are no workers"),
+    (SIMULATED | {"replicaCout": 2}, "replicaCout"),
+    (SIMULATED | {"image": {"repo": "x"}}, "/image.*repo"),
+    (SIMULATED | {"replicaCount": "two"}, "/replicaCount"),
+    (SIMULATED | {"service": {"type": "Cluster"}}, "/service/type"),
+    (SIMULATED | {"livenessProbe": {"path": "/health"}}, "/livenessProbe.*path"),
+    (SIMULATED | {"config": {"server": {"prt": 1}}}, "/config/server.*prt"),
+    (SIMULATED | {"config": {"policy": {"nam": "x"}}}, "/config/policy.*nam"),
+    (SIMULATED | {"config": {"workers": [{"url": "http://a:1", "kv_event": {}}]}}, "/config/workers/0.*kv_event"),
+    (SIMULATED | {"config": {"models": {"x": {"tokeniser": "a"}}}}, "/config/models/x.*tokeniser"),
+    (SIMULATED | {"config": {"server": {"port": 0}}}, "config.server.port"),
+    (SIMULATED | {"config": {"index": {"password": "x"}}}, "redis.passwordSecret"),
+    (SIMULATED | {"config": {"index": {"url": "redis://:x@h"}}}, "redis.passwordSecret"),
+    (SIMULATED | {"config": {"recorder": {"salt": "x"}}}, "KVWAY_RECORDER__SALT"),
+    (SIMULATED | {"redis": {"mode": "sentinal"}}, "/redis/mode"),
+    (SIMULATED | {"redis": {"mode": "cluster"}}, "redis.hosts must name"),
+    (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["a", "b"]}}, "one server"),
+    (SIMULATED | {"redis": {"tls": {"enabled": True}}}, "existing servers"),
+    (SIMULATED | {"tokenizer": {"source": "pvc"}}, "claimName"),
+    (SIMULATED | {"tokenizer": {"source": "image"}}, "reference"),
+    (SIMULATED | {"tokenizer": {"source": "download"}}, "repositories"),
+    (SIMULATED | {"terminationGracePeriodSeconds": 60}, "at least .* = 310"),
+    (SIMULATED | {"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is above"),
+    (SIMULATED | {"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": 0}}, "no target"),
+    (SIMULATED | {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}, "enable one"),
+    (SIMULATED | {"httpRoute": {"enabled": True}}, "parentRefs"),
+    (SIMULATED | {"loadTest": {"enabled": True}}, "loadTest.args"),
+]
+
+
+@pytest.mark.parametrize(("values", "named"), MISTAKES, ids=[named for _, named in MISTAKES])
+def test_a_mistake_fails_the_install_and_is_named(values, named):
+    with pytest.raises(HelmError, match=f"(?s){named}"):
+        render(values)
