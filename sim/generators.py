@@ -24,8 +24,8 @@ _SPREAD: Final = 0.6  # sigma of log-normal lengths
 _TOKEN_S: Final = 0.03  # nominal time between tokens, for the arrivals of later turns in an open loop
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000_000)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-Share = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Exponent = Annotated[float, msgspec.Meta(ge=0, le=10)]
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Tenants(_Struct, frozen=True):
     requests: Count = 6_000
     rate: Positive = 10.0
     tenants: Count = 200
-    zipf: Share = 1.1
+    zipf: Exponent = 1.1
     system_tokens: Count = 4_000
     question_tokens: Count = 300
     output_tokens: Count = 200
@@ -174,7 +174,7 @@ class Rag(_Struct, frozen=True):
     requests: Count = 4_000
     rate: Positive = 6.0
     documents: Count = 2_000
-    zipf: Share = 0.9
+    zipf: Exponent = 0.9
     system_tokens: Count = 300
     document_tokens: Count = 6_000
     question_tokens: Count = 60

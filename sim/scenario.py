@@ -169,6 +169,9 @@ def read_policy(words: str) -> PolicyChoice:
         key, separator, value = pair.partition("=")
         if not separator:
             raise ValueError(f"policy {words!r}: {pair!r} is not key=value")
-        params[key] = yaml.safe_load(value)
+        try:
+            params[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"policy {words!r}: {value!r} is no value for {key}") from None
     create_policy(name, params)
     return PolicyChoice(words, name, params)

@@ -59,11 +59,11 @@ def constants() -> list[Row]:
     return rows
 
 
-def bounds() -> list[Row]:
+def bounds(requests: int = 4_000) -> list[Row]:
     """Hit rates of one worker whose requests never overlap, against an LRU cache of the same size."""
     if not (TRACES / MOONCAKE).exists():
         return []
-    trace = Traffic(str(TRACES / MOONCAKE), load=0.01, first=4_000).trace(0)
+    trace = Traffic(str(TRACES / MOONCAKE), load=0.01, first=requests).trace(0)
     rows = []
     for tokens in (2**20, 2**22, 2**30):
         fleet = FleetSettings(workers=1, capacity_tokens=tokens, sample_s=1e6, gateway=GatewaySettings(metrics_s=1e6))

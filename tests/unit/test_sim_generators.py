@@ -81,6 +81,9 @@ def test_a_burst_is_one_prompt_many_times() -> None:
         ("chat:sessions=0", "sessions"),
         ("chat:sessions=many", "sessions"),
         ("agents:think_s=0", "think_s"),
+        ("agents:think_s=inf", "think_s"),
+        ("agents:spread_s=nan", "spread_s"),
+        ("tenants:zipf=99", "zipf"),
     ],
 )
 def test_traffic_that_is_not_known_is_refused(words: str, said: str) -> None:
