@@ -8,9 +8,10 @@ longest time that passed between two turns of the event loop, less that for whic
 core (from ``schedstat``, where there is one), and no longer than the CPU time that all threads took meanwhile: on a
 machine with other work, the holder of Python's lock may wait for a core, too. The idle one is what is left of that.
 
-Targets are held against the best round, and gaps against the best of three passes for each prompt of the pass: whatever
-else runs on the machine can only add to these. Median and 99th percentile stand beside them. With ``--json`` the last
-line of output is one JSON object; its ``targets`` say of each target whether it was met.
+Targets are held against the best round, by wall time or by the CPU time of all threads if that is less, and gaps
+against the best of three passes for each prompt of the pass: whatever else runs on the machine can only add to these.
+Median and 99th percentile of wall time stand beside them. With ``--json`` the last line of output is one JSON object;
+its ``targets`` say of each target whether it was met.
 """
 
 from __future__ import annotations
@@ -125,22 +126,31 @@ async def settle(pipeline: PromptPipeline) -> None:
 
 
 async def measure(pipeline: PromptPipeline, writer: Writer, case: Case) -> dict[str, float]:
-    """Return the best, the median and the 99th percentile of a case, in µs."""
+    """Return the best, the median and the 99th percentile of a case, in µs.
+
+    The best is of wall time and of the CPU time of all threads, whichever was less.
+    """
     bodies = writer.bodies(case)
     chosen = candidates()
     for _ in range(3):  # the shape is seen, gets its plan, and has it
         tokens = await run(pipeline, next(bodies))
         await settle(pipeline)
     requests = [next(bodies) for _ in range(case.rounds)]
-    times = []
+    times, best = [], float("inf")
     gc.collect()
     for body in requests:
-        started = perf_counter()
+        cpu_started, started = process_time(), perf_counter()
         await pipeline.prompt(pipeline.parse(CHAT, body), chosen)
-        times.append((perf_counter() - started) * 1e6)
+        elapsed, cpu = perf_counter() - started, process_time() - cpu_started
+        times.append(elapsed * 1e6)
+        best = min(best, elapsed * 1e6, cpu * 1e6)
     times.sort()
-    rank = {"best_us": 0, "p50_us": len(times) // 2, "p99_us": len(times) * 99 // 100}
-    return {"tokens": tokens} | {name: times[at] for name, at in rank.items()}
+    return {
+        "tokens": tokens,
+        "best_us": best,
+        "p50_us": times[len(times) // 2],
+        "p99_us": times[len(times) * 99 // 100],
+    }
 
 
 class RunClock:
@@ -197,11 +207,11 @@ def library_us(tokenizer: tokenizers.Tokenizer, writer: Writer) -> float:
     best = float("inf")
     for _ in range(LIBRARY_ROUNDS):
         texts = [writer.text(case.tokens // case.messages) for _ in range(case.messages)]
-        started = perf_counter()
+        cpu_started, started = process_time(), perf_counter()
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             encoding.ids  # noqa: B018 - makes a list
-        best = min(best, (perf_counter() - started) * 1e6)
-    return best
+        best = min(best, perf_counter() - started, process_time() - cpu_started)
+    return best * 1e6
 
 
 async def everything() -> dict[str, dict[str, float]]:
