@@ -177,7 +177,7 @@ class EventCheck:
             message = f"batch {gaps[0]} does not follow on the one before: batches get lost, or two engines publish"
             notes.problem("sequence", message, "give every engine an endpoint of its own; see the engine's hwm")
         else:
-            notes.ok("sequence", f"{len(heard)} batches, the last is number {heard[-1].number}")
+            notes.ok("sequence", f"without gaps, up to number {heard[-1].number}")
         batches = self._decode(heard)
         if batches:
             note_clock(notes, batches[-1].time_s - self._clock())

@@ -140,9 +140,9 @@ class EventFeeds:
         return counts
 
     def resync(self, worker: Worker) -> bool:
-        """Predictions for a worker do not come true: build its residency anew. False if it is not followed here."""
+        """Predictions for a worker do not come true: read it anew. False if it has no events, or not here."""
         feed = self._feeds.get(worker)
-        if feed is None:
+        if feed is None or worker.config.kv_events is None:
             return False
         feed.stats.resyncs += 1
         feed.begin_anew()

@@ -377,3 +377,18 @@ async def test_an_lmcache_server_of_nobody_is_ignored(fleet):
     fleet.join(None)
     assert await directory(fleet, 1, "store", PROMPT) == {"batches": 0, "ignored": 1}
     assert await directory(fleet, 1, "store", PROMPT, instance_id="stranger") == {"batches": 0, "ignored": 1}
+
+
+async def test_only_a_worker_with_events_can_be_read_anew(fleet):
+    publisher = fleet.publisher()
+    worker, modelled = fleet.join(publisher), fleet.join(None, "modelled")
+    await publisher.subscribed.wait()
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(worker, 8)
+    slots = worker.slot, modelled.slot
+    assert not fleet.feeds.resync(modelled)
+    assert fleet.feeds.resync(worker)
+    await until(lambda: worker.slot not in (NO_SLOT, slots[0]))
+    await fleet.until_held(worker, 8)
+    assert modelled.slot == slots[1]
+    assert fleet.feeds.stats["worker"].resyncs == 1
