@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 
 import httpx
@@ -9,7 +11,10 @@ import httpx
 from sim.engine import simulate
 from sim.fleet import FleetSettings
 from sim.trace import read_trace
+from tests.events_rig import until
 from tests.integration.test_gateway import MODEL, STORY, fleet
+from tests.integration.test_processes import START_S, service
+from tests.sharing_rig import completion, config_for, sim_workers
 
 
 async def test_recorded_traffic_can_be_simulated(tmp_path: Path) -> None:
@@ -43,3 +48,28 @@ async def test_recorded_traffic_can_be_simulated(tmp_path: Path) -> None:
     # All of a turn but its new text is found in the cache, to the block.
     assert result.hit_tokens[1].sum() == len(first) * 32
     assert result.hit_tokens[2].sum() == len(second) * 32
+
+
+async def test_what_processes_record_can_be_read_together(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    recorder = {"directory": str(traces), "flush_s": 0.02}
+    async with sim_workers(1) as workers:
+        with service(tmp_path, config_for(workers, "", recorder=recorder)) as running_service:
+
+            async def both_recorded() -> bool:
+                """Send a request on a connection of its own; say whether each process has recorded one by now."""
+                with contextlib.suppress(httpx.HTTPError):
+                    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{running_service.port}") as client:
+                        await client.post("/v1/completions", json=completion(STORY))
+                return len(_recorded(traces)) == 2
+
+            await until(both_recorded, within_s=START_S)
+    one, other = _recorded(traces)
+    assert one
+    assert one == other
+
+
+def _recorded(traces: Path) -> list[list[int]]:
+    """Return the ids of the first request in each file that has one."""
+    files = [file.read_text().splitlines() for file in sorted(traces.glob("*.jsonl"))]
+    return [json.loads(lines[1])["ids"] for lines in files if len(lines) > 1]
