@@ -175,7 +175,7 @@ class RedisIndex:
         for slot in slots:
             self._others_overlay.forget_position(slot)
         self._others_rows.clear()
-        if self._on_owners is not None:
+        if slots and self._on_owners is not None:
             self._on_owners()
 
     def _lost(self, slot: int, keys: Sequence[bytes]) -> None:

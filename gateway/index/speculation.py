@@ -115,6 +115,8 @@ class Overlay:
 
     def forget_position(self, position: int) -> None:
         """Take back everything that ``position`` was said to hold: its worker's cache is gone."""
+        if position not in self._counts:
+            return
         for speculation in [one for one in self._live if one.position == position]:
             self.forget(speculation)
 

@@ -93,9 +93,8 @@ class Ownership:
         for worker in self._registry.workers.values():
             slot = self._slot_elsewhere(worker)
             if self._feeds.follows(worker) or not self._index.is_others(slot, worker.name):
-                slot = worker.slot
-            if slot >= 0 and not self._index.owns(slot) and not self._index.is_others(slot, worker.name):
-                slot = NO_SLOT
+                is_its_own = self._index.owns(worker.slot) or self._index.is_others(worker.slot, worker.name)
+                slot = worker.slot if is_its_own else NO_SLOT
             if slot != worker.slot:
                 worker.slot = slot
                 self._registry.touch()
