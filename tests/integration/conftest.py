@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import subprocess
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
+import redis
 import uvloop
 
+from gateway.config import IndexConfig
+from gateway.index.redis import RedisIndex
+from tests.index_rig import Replica
 from tests.valkey import Valkey
+
+_namespaces = count()
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], AbstractEventLoop]]:
@@ -31,6 +38,29 @@ def valkey(valkey_server: Valkey) -> Iterator[Valkey]:
     yield valkey_server
     valkey_server.thaw()
     valkey_server.restart_if_killed()
+
+
+@pytest.fixture
+def admin(valkey: Valkey) -> Iterator[redis.Redis]:
+    """An ordinary client of the server."""
+    with redis.Redis.from_url(valkey.url) as client:
+        yield client
+
+
+@pytest.fixture
+async def replica(valkey: Valkey) -> AsyncIterator[Replica]:
+    """Build replicas that share one index, and close them in the end."""
+    namespace = f"test-{next(_namespaces)}"
+    built: list[RedisIndex] = []
+
+    def build(timeout_s: float = 5, **settings: object) -> RedisIndex:
+        config = {"url": valkey.url, "namespace": namespace, "timeout_s": timeout_s, "ttl_s": 60} | settings
+        built.append(RedisIndex(IndexConfig.model_validate(config)))
+        return built[-1]
+
+    yield build
+    for index in built:
+        await index.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 
 import pytest
@@ -20,12 +20,6 @@ _namespaces = count()
 @pytest.fixture
 def namespace() -> str:
     return f"store-{next(_namespaces)}"
-
-
-@pytest.fixture
-def admin(valkey: Valkey) -> Iterator[redis.Redis]:
-    with redis.Redis.from_url(valkey.url) as client:
-        yield client
 
 
 Build = Callable[[str], SharingStore]
