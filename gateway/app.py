@@ -31,11 +31,11 @@ from gateway.observe.recorder import Recorder
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
 from gateway.relay.exchange import Services
+from gateway.relay.policies import Policies
 from gateway.relay.upstream import UpstreamPool
 from gateway.serving import Server
 from gateway.sharing.sharing import Sharing
 from gateway.tasks import spawn
-from policies.base import create_policy
 from policies.chunks import ChunkHasher
 
 log = logging.getLogger("kvway")
@@ -93,7 +93,7 @@ class Gateway:
             index=self._with_pools(),
             approximate=self.approximate,
             prompts=self.prompts,
-            policy=create_policy(config.policy.name, config.policy.params),
+            policies=Policies(config),
             health=self.health,
             observer=self.observer,
             upstream=UpstreamPool(config.timeouts),

@@ -41,6 +41,8 @@ Seconds = Annotated[float, Field(ge=0)]
 _MAX_PORT: Final = 65535
 Port = Annotated[int, Field(ge=0, le=_MAX_PORT)]
 OnDisk = Annotated[Path, AfterValidator(_on_disk)]
+RoutePath = Literal["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+"""Where prompts are sent whose worker is chosen by a policy."""
 
 
 class Section(BaseModel):
@@ -202,6 +204,21 @@ class ResumptionConfig(Section):
     )
 
 
+class PolicyConfig(Section):
+    """Which worker."""
+
+    name: str = Field("expected-cost", description="policy; see docs/policies.md")
+    params: dict[str, Any] = Field({}, description="parameters of the policy")
+
+    @model_validator(mode="after")
+    def _known(self) -> PolicyConfig:
+        try:
+            create_policy(self.name, self.params)
+        except PolicyError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+
 class ModelConfig(Section):
     """How prompts of one model become tokens, how long its requests may take, and whether streams are continued."""
 
@@ -238,6 +255,7 @@ class ModelConfig(Section):
     )
     timeouts: AnswerTimeouts | None = Field(None, description="instead of the top-level ones, for this model")
     resumption: ResumptionConfig | None = Field(None, description="instead of the top-level one, for this model")
+    policy: PolicyConfig | None = Field(None, description="instead of the top-level one and of routes, for this model")
 
     @property
     def tokenizer_files(self) -> Path | str | None:
@@ -348,19 +366,10 @@ class DispatchConfig(Section):
         return self
 
 
-class PolicyConfig(Section):
-    """Which worker."""
+class RouteConfig(Section):
+    """What is different for the requests to one path."""
 
-    name: str = Field("expected-cost", description="policy; see docs/policies.md")
-    params: dict[str, Any] = Field({}, description="parameters of the policy")
-
-    @model_validator(mode="after")
-    def _known(self) -> PolicyConfig:
-        try:
-            create_policy(self.name, self.params)
-        except PolicyError as error:
-            raise ValueError(str(error)) from None
-        return self
+    policy: PolicyConfig | None = Field(None, description="instead of the top-level one, where the model has none")
 
 
 class RetryConfig(Section):
@@ -429,6 +438,9 @@ class Config(Section):
     prompt: PromptConfig = PromptConfig()
     index: IndexConfig = IndexConfig()
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    routes: dict[RoutePath, RouteConfig] = Field(
+        {}, description="one of " + ", ".join(f"`{path}`" for path in get_args(RoutePath))
+    )
     dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetryConfig = RetryConfig()

@@ -25,9 +25,9 @@ from gateway.observe.observer import Observer
 from gateway.observe.record import Outcome, RequestRecord
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
+from gateway.relay.policies import Policies
 from gateway.relay.services import Services
 from gateway.relay.upstream import UpstreamPool
-from policies.base import create_policy
 from tests.peers import FakeWorker, Wire, connect, eventually
 
 MODEL = "m"
@@ -126,7 +126,7 @@ async def relay(
         index=index,
         approximate=ApproximateCache(index),
         prompts=PromptPipeline(config),
-        policy=create_policy(config.policy.name, config.policy.params),
+        policies=Policies(config),
         health=health,
         observer=observer,
         upstream=UpstreamPool(config.timeouts, worker_tls),

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from gateway.admin.explain import explain
+from gateway.admin.policy import add_policy_paths
 from gateway.admin.public import install_error_handlers
 from gateway.errors import BadRequest, NotFound
 from gateway.events.lmcache import BadDirectoryEvents
@@ -23,6 +24,7 @@ def admin_app(gateway: Gateway) -> FastAPI:
     """Build the app behind the admin port."""
     app = FastAPI(title="kvway admin", docs_url="/docs", redoc_url=None)
     install_error_handlers(app)
+    add_policy_paths(app, gateway)
 
     @app.get("/metrics")
     async def metrics() -> Response:

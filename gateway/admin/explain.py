@@ -36,9 +36,9 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
     if path not in PROMPT_PATHS:
         raise BadRequest(f"Requests to {path} go to the least loaded worker; there is nothing to explain.")
     plan = await make_plan(services, b"POST", path, body)
-    assert plan.request is not None and plan.model is not None
+    assert plan.request is not None and plan.model is not None and plan.policy is not None
     candidates, residency = await find_residency(services, plan.model, plan.request)
-    policy = copy.deepcopy(services.policy)  # a look must not take a turn
+    policy = copy.deepcopy(plan.policy)  # a look must not take a turn
     now = monotonic()
     services.ledger.advance(now)
     decision = policy.decide(plan.request, candidates.fleet, residency, now)

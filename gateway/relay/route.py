@@ -11,11 +11,12 @@ from collections.abc import Collection, Sequence
 from itertools import count
 from random import random
 from time import monotonic
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 import numpy as np
 
+from gateway.config import RoutePath
 from gateway.errors import BadRequest, GatewayError, NoWorker
 from gateway.fleet.ledger import Flight
 from gateway.fleet.registry import Candidates, Registry, State, Worker
@@ -23,9 +24,9 @@ from gateway.index.base import Speculation
 from gateway.observe.record import RequestRecord
 from gateway.relay.retry import Failure, FailureKind, backoff_s
 from gateway.relay.services import Services
-from policies.base import COLUMNS, Decision, FleetView, Residency, RoutingRequest
+from policies.base import COLUMNS, Decision, FleetView, Policy, Residency, RoutingRequest
 
-PROMPT_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+PROMPT_PATHS: Final = frozenset(get_args(RoutePath))
 """Requests whose prompt is read and whose worker is chosen by what it has cached."""
 
 _DEFAULT_OUTPUT_TOKENS: Final = 256
@@ -46,12 +47,14 @@ class Plan(msgspec.Struct):
         streamed: whether the answer comes token by token.
         request: what the policy sees; None for requests that go by load alone.
         body: what the worker gets in place of the client's body; None where it gets that.
+        policy: decides about ``request``.
     """
 
     model: str | None = None
     streamed: bool = False
     request: RoutingRequest | None = None
     body: bytes | None = None
+    policy: Policy | None = None
 
     def note(self, record: RequestRecord) -> None:
         """Write down what the request is."""
@@ -146,7 +149,8 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
         session=request.session,
         priority=-(request.priority or 0),  # in requests, as engines have it, less is more urgent
     )
-    return Plan(model, bool(request.stream), routing_request, forwarded)
+    policy = services.policies.of(model, candidates.model, path)
+    return Plan(model, bool(request.stream), routing_request, forwarded, policy)
 
 
 def _only_model(registry: Registry) -> str:
@@ -197,7 +201,7 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
         workers = _workers(services, plan.model)
         worker = _least_loaded(services, [worker for worker in workers if worker not in tried] or workers)
         return Route(worker, services.ledger.dispatch(worker, 0, 0, 0.0, monotonic(), streamed=False))
-    assert plan.model is not None
+    assert plan.model is not None and plan.policy is not None
     candidates, residency = await find_residency(services, plan.model, plan.request)
     workers, fleet = candidates.workers, candidates.fleet
     if tried and (rows := [row for row, worker in enumerate(workers) if worker not in tried]):
@@ -206,7 +210,7 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
         residency = residency.take(np.array(rows))
     now = monotonic()
     services.ledger.advance(now)
-    decision = _decide(services, plan.request, fleet, residency, now)
+    decision = _decide(services, plan.policy, plan.request, fleet, residency, now)
     hit_tokens = min(residency.hit(decision.worker), plan.request.prompt_tokens)
     return _count(services, plan, workers[decision.worker], hit_tokens, decision.reason, now)
 
@@ -246,12 +250,12 @@ async def find_residency(services: Services, model: str, request: RoutingRequest
 
 
 def _decide(
-    services: Services, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float
+    services: Services, policy: Policy, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float
 ) -> Decision:
     try:
-        return services.policy.decide(request, fleet, residency, now)
+        return policy.decide(request, fleet, residency, now)
     except Exception:
-        services.complain("policy %r failed; requests go by load", services.policy.name)
+        services.complain("policy %r failed; requests go by load", policy.name)
         return Decision(int(np.argmin(fleet.running)), reason="policy_failed")
 
 

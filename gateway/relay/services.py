@@ -16,11 +16,11 @@ from gateway.index.approximate import ApproximateCache
 from gateway.index.base import ChunkIndex
 from gateway.observe.observer import Observer
 from gateway.prompt.pipeline import PromptPipeline
+from gateway.relay.policies import Policies
 from gateway.relay.retry import RetryBudget
 from gateway.relay.sweeper import Sweeper
 from gateway.relay.upstream import UpstreamPool
 from gateway.sharing.news import Outbox
-from policies.base import Policy
 
 log = logging.getLogger("kvway.relay")
 
@@ -29,7 +29,7 @@ _COMPLAINT_S: Final = 10.0
 
 @dataclass(slots=True)
 class Services:
-    """The other rooms, as the relay uses them. ``policy`` may be replaced while requests run.
+    """The other rooms, as the relay uses them.
 
     ``outbox`` is there where other replicas are to hear of what is sent where, ``dispatcher`` where requests are held
     until their turn.
@@ -41,7 +41,7 @@ class Services:
     index: ChunkIndex
     approximate: ApproximateCache
     prompts: PromptPipeline
-    policy: Policy
+    policies: Policies
     health: Health
     observer: Observer
     upstream: UpstreamPool

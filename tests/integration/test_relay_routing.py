@@ -64,7 +64,7 @@ def worker() -> FakeWorker:
 
 async def test_the_policy_sees_the_prompt_and_its_residency() -> None:
     async with worker() as first, worker() as second, relay([first, second]) as rig:
-        policy = rig.services.policy = Watching()
+        policy = rig.services.policies.default = Watching()
         await ask(rig, completion(IDS[::-1], max_tokens=7, user="u1"))
         seen, fleet, residency = policy.seen[0]
         assert (seen.model, seen.prompt_tokens, seen.chunk_tokens) == (MODEL, len(IDS), CHUNK_TOKENS)
@@ -92,7 +92,7 @@ async def test_the_policy_sees_the_prompt_and_its_residency() -> None:
 )
 async def test_other_apis_are_routed_by_their_prompts_too(path: str, body: dict[str, object]) -> None:
     async with worker() as first, worker() as second, relay([first, second]) as rig:
-        policy = rig.services.policy = Watching()
+        policy = rig.services.policies.default = Watching()
         raw = request(msgspec.json.encode({"model": MODEL, **body}), path=path)
         await ask(rig, raw)
         seen = policy.seen[0][0]
@@ -118,7 +118,7 @@ async def test_the_ledger_counts_the_uncached_part_from_dispatch_to_first_byte()
 
     async with FakeWorker(script) as only, relay([only]) as rig, rig.connect() as client:
         fleet, holder = rig.services.registry.fleet, rig.services.registry.workers["w0"]
-        policy = rig.services.policy = Watching()
+        policy = rig.services.policies.default = Watching()
         prompt = chunks_of_ids(rig)
         await rig.services.index.store(holder.slot, prompt[:2], Tier.HBM, prompt[0])
         client.send(completion(IDS, stream=True))
@@ -153,7 +153,7 @@ async def test_a_prompt_on_its_way_counts_as_cached_where_it_went() -> None:
         await wire.gone()
 
     async with FakeWorker(silent) as first, worker() as second, relay([first, second]) as rig, rig.connect() as client:
-        rig.services.policy = Watching()
+        rig.services.policies.default = Watching()
         client.send(completion(IDS))
         await asked.wait()
         async with rig.connect() as other:
@@ -340,7 +340,7 @@ async def test_without_a_worker_the_answer_is_503_with_retry_after() -> None:
 
 async def test_a_policy_that_fails_costs_the_choice_not_the_request(caplog: pytest.LogCaptureFixture) -> None:
     async with worker() as first, worker() as second, relay([first, second]) as rig:
-        rig.services.policy = Failing()
+        rig.services.policies.default = Failing()
         assert (await ask(rig, chat())).status == 200
         assert (await rig.settled()).reason == "policy_failed"
         assert "watching" in caplog.text
@@ -354,7 +354,7 @@ async def test_a_prompt_that_cannot_be_prepared_costs_the_choice_not_the_request
 
     async with worker() as only, relay([only]) as rig:
         monkeypatch.setattr(rig.services.prompts, "prompt", fail)
-        policy = rig.services.policy = Watching()
+        policy = rig.services.policies.default = Watching()
         assert (await ask(rig, chat("x" * 4000))).status == 200
         assert policy.seen[0][0].chunks == []
         assert policy.seen[0][0].prompt_tokens > 900
