@@ -183,6 +183,7 @@ def mooncake() -> Trace:
     return Trace(requests, 512, name="conversation")
 
 
+@pytest.mark.slow
 def test_one_infinite_cache_hits_as_often_as_was_published():
     trace = mooncake()
     # one request after the other: whatever was computed before can be hit
