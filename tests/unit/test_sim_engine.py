@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
-import json
+import os
 from pathlib import Path
 from random import Random
 
@@ -16,9 +15,10 @@ from sim.fleet import FleetSettings, GatewaySettings
 from sim.profiles import PROFILES, find_profile
 from sim.requests import SimRequest, Trace
 from sim.results import SimResult
+from sim.trace import read_trace
 
 BLOCK = 64
-MOONCAKE = Path("/work/shared/traces/mooncake_conversation.jsonl.gz")
+TRACES = Path(os.environ.get("KVWAY_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 
 
 def conversations(sessions: int = 12, turns: int = 5, closed_loop: bool = False, seed: int = 1) -> Trace:
@@ -172,20 +172,12 @@ def test_unknown_policies_and_odd_blocks_are_refused():
         simulate(Trace([SimRequest(0.0, (), 10, 1)], 10), fleet(), "round-robin")
 
 
-def mooncake() -> Trace:
-    if not MOONCAKE.exists():
-        pytest.skip(f"{MOONCAKE} is not here: the published trace is not part of the repository")
-    with gzip.open(MOONCAKE) as lines:
-        rows = [json.loads(line) for line in lines]
-    requests = [
-        SimRequest(row["timestamp"] / 1000, row["hash_ids"], row["input_length"], row["output_length"]) for row in rows
-    ]
-    return Trace(requests, 512, name="conversation")
-
-
 @pytest.mark.slow
 def test_one_infinite_cache_hits_as_often_as_was_published():
-    trace = mooncake()
+    path = TRACES / "mooncake_conversation.jsonl.gz"
+    if not path.exists():
+        pytest.skip(f"no {path.name} in {TRACES}; set KVWAY_TRACES to the directory of traces")
+    trace = read_trace(path)
     # one request after the other: whatever was computed before can be hit
     for number, request in enumerate(trace.requests):
         request.arrival_s = number * 1000.0
