@@ -10,60 +10,21 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Any, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
+from gateway.config_sections import OnDisk, Port, Seconds, Section
 from gateway.config_source import describe_mistakes, overlay_environment, read_yaml
+from gateway.config_workers import DiscoveryConfig, Workers
+from gateway.config_workers import KvEventsConfig as KvEventsConfig
+from gateway.config_workers import WorkerConfig as WorkerConfig
 from gateway.errors import ConfigError
 from policies.base import PolicyError, create_policy
 from policies.order import OrderError, create_order
 
-
-def _on_disk(path: Path, info: ValidationInfo) -> Path:
-    # Only what an operator wrote is held against the disk (`load_config`), not what code builds.
-    if info.context is not None and not path.exists():
-        raise ValueError(f"{path} does not exist")
-    return path
-
-
-Seconds = Annotated[float, Field(ge=0)]
-_MAX_PORT: Final = 65535
-Port = Annotated[int, Field(ge=0, le=_MAX_PORT)]
-OnDisk = Annotated[Path, AfterValidator(_on_disk)]
 RoutePath = Literal["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
 """Where prompts are sent whose worker is chosen by a policy."""
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values do not change after start."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _key_without_value_keeps_its_default(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            return {key: value for key, value in values.items() if value is not None}
-        return values
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and not {int, float}.isdisjoint((annotation, *get_args(annotation))):
-            raise ValueError(f"must be a number, not {str(value).lower()}")
-        return value
 
 
 class ServerConfig(Section):
@@ -91,89 +52,6 @@ class ServerConfig(Section):
         if self.port == self.admin_port != 0:
             raise ValueError(f"port and admin_port are both {self.port}; the admin port must be another one")
         return self
-
-
-class KvEventsConfig(Section):
-    """Where a worker publishes its KV cache events."""
-
-    endpoint: str = Field(description="ZMQ endpoint of the engine's publisher, tcp://host:5557")
-    replay_endpoint: str | None = Field(None, description="ZMQ endpoint of the engine's replay socket, tcp://host:5558")
-    topic: str = Field("", description="topic prefix to subscribe to; empty for all")
-    mode: Literal["connect", "bind"] = Field(
-        "connect",
-        description="connect to the engine's bound publisher, or bind and let the engine connect to us",
-    )
-
-    @field_validator("endpoint", "replay_endpoint")
-    @classmethod
-    def _zmq(cls, value: str | None) -> str | None:
-        match = re.match(r"^(?:tcp://.+:(\d+|\*)|ipc://.+)$", value or "")
-        if value is not None and (match is None or ((match[1] or "").isdecimal() and int(match[1]) > _MAX_PORT)):
-            raise ValueError(f"{value!r} is not a ZMQ endpoint; write tcp://host:port")
-        return value
-
-
-class PrefillConfig(Section):
-    """Prefill time of a worker, ``a + b·n + c·n·(p + n/2)``: a start value, corrected by what is observed."""
-
-    a_s: Seconds = Field(0.011, description="fixed seconds per prefill")
-    b_s: Seconds = Field(58e-6, description="seconds per new token")
-    c_s: Seconds = Field(1.05e-9, description="seconds per new token and context token")
-
-
-class TiersConfig(Section):
-    """What bringing KV back from a lower tier costs: ``kv_bytes_per_token`` over the tier's bandwidth.
-
-    The defaults are a 70B model with 8 KV heads in FP16, one GPU's PCIe 5 link, an NVMe gen 4 drive and 100 Gbit/s
-    Ethernet; for another model set at least ``kv_bytes_per_token`` (layers x KV heads x head size x 2 x bytes).
-    """
-
-    kv_bytes_per_token: int = Field(327_680, gt=0, description="KV cache bytes per token, all layers")
-    host_gb_s: float = Field(45.0, gt=0, description="GB/s from host memory")
-    disk_gb_s: float = Field(7.0, gt=0, description="GB/s from local disk")
-    remote_gb_s: float = Field(10.0, gt=0, description="GB/s from the remote pool")
-
-
-class WorkerConfig(Section):
-    """One engine instance."""
-
-    url: str = Field(
-        description="base URL, http://host:port; https is checked against the system's authorities, or the PEM file "
-        "in the environment variable SSL_CERT_FILE"
-    )
-    name: str | None = Field(None, pattern=r"^[!-~]+$", description="name in metrics and headers; default host:port")
-    models: tuple[str, ...] = Field((), description="model names; empty: ask the worker's /v1/models")
-    domain: str = Field("", description="failure domain, for instance the zone")
-    kv_events: KvEventsConfig | None = Field(None, description="KV events; without them residency is not known")
-    kv_capacity_tokens: int = Field(0, ge=0, description="KV cache size; 0: read it from the worker's metrics")
-    pool: str = Field(
-        "",
-        description="shared remote tier (LMCache remote backend, Mooncake store) that it reads; what one worker "
-        "announces there counts for all that name the pool",
-    )
-    pool_tiers: tuple[Literal["host", "disk", "remote"], ...] = Field(
-        ("remote",),
-        description="tiers in its events that are the pool; the connectors of Mooncake and LMCache call it cpu: "
-        "write [host, remote] for them",
-    )
-    prefill: PrefillConfig = Field(PrefillConfig(), description="prefill speed to start from")
-    tiers: TiersConfig = Field(TiersConfig(), description="speed of the lower cache tiers")
-
-    @field_validator("url")
-    @classmethod
-    def _url(cls, value: str) -> str:
-        if not re.match(r"^https?://[^/?#@\s]+/?$", value) or not _has_host_and_port(value):
-            raise ValueError(f"{value!r} is not a worker URL; write http://host:port without a path")
-        return value.rstrip("/")
-
-    @property
-    def label(self) -> str:
-        """The worker's name: the one given, else ``host:port``."""
-        if self.name is not None:
-            return self.name
-        parts = urlsplit(self.url)
-        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
 class AnswerTimeouts(Section):
@@ -433,7 +311,8 @@ class Config(Section):
     """The whole of ``kvway.yaml``."""
 
     server: ServerConfig = ServerConfig()
-    workers: tuple[WorkerConfig, ...] = ()
+    workers: Workers = ()
+    discovery: DiscoveryConfig = DiscoveryConfig()
     models: dict[str, ModelConfig] = Field({}, description="a model name, or `*` for all others")
     prompt: PromptConfig = PromptConfig()
     index: IndexConfig = IndexConfig()
@@ -455,15 +334,6 @@ class Config(Section):
         for name, model in self.models.items():
             if model.pass_token_ids and not self.prompt.self_check.rate:
                 raise ValueError(f"models.{name}.pass_token_ids is on, so prompt.self_check.rate must be above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _worker_names_differ(self) -> Config:
-        seen: set[str] = set()
-        for worker in self.workers:
-            if worker.label in seen:
-                raise ValueError(f"workers: two workers are called {worker.label!r}; names must differ")
-            seen.add(worker.label)
         return self
 
     def masked(self) -> dict[str, Any]:
@@ -504,14 +374,6 @@ def load_config(
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config
-
-
-def _has_host_and_port(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, an unclosed IPv6 bracket
-        return False
 
 
 if __name__ == "__main__":

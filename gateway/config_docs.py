@@ -66,12 +66,9 @@ def _section(path: str, field: FieldInfo) -> str:
     about = inspect.cleandoc(model.__doc__ or "").replace("``", "`")
     if keyed:
         about += f" Each key is {field.description}."
-    nested = [
-        _section(f"{heading}.{name}", inner)
-        for name, inner in model.model_fields.items()
-        if models_in(inner.annotation)
-    ]
-    rows = [_row(name, inner) for name, inner in model.model_fields.items()]
+    fields = sorted(model.model_fields.items(), key=lambda item: not item[1].is_required())  # required ones first
+    nested = [_section(f"{heading}.{name}", inner) for name, inner in fields if models_in(inner.annotation)]
+    rows = [_row(name, inner) for name, inner in fields]
     level = "#" * (2 + path.count("."))
     table = "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows])
     return "\n".join([f"{level} {heading}\n\n{about}\n\n{table}\n", *nested])
@@ -116,4 +113,4 @@ def _default(field: FieldInfo) -> str:
     if default is None or default is PydanticUndefined or isinstance(default, BaseModel):
         return "see below" if models_in(field.annotation) and default is not None else "none"
     plain = default.value if isinstance(default, Enum) else default
-    return f"`{msgspec.json.encode(plain).decode()}`"
+    return f"`{msgspec.json.encode(plain, enc_hook=str).decode()}`"

@@ -1,0 +1,214 @@
+"""The sections of ``kvway.yaml`` about workers: those that are listed, and where others are found."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, field_validator
+
+from gateway.config_sections import MAX_PORT, OnDisk, Seconds, Section, WorkerPort
+
+
+class KvEventsConfig(Section):
+    """Where a worker publishes its KV cache events."""
+
+    endpoint: str = Field(description="ZMQ endpoint of the engine's publisher, tcp://host:5557")
+    replay_endpoint: str | None = Field(None, description="ZMQ endpoint of the engine's replay socket, tcp://host:5558")
+    topic: str = Field("", description="topic prefix to subscribe to; empty for all")
+    mode: Literal["connect", "bind"] = Field(
+        "connect",
+        description="connect to the engine's bound publisher, or bind and let the engine connect to us",
+    )
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _zmq(cls, value: str | None) -> str | None:
+        match = re.match(r"^(?:tcp://.+:(\d+|\*)|ipc://.+)$", value or "")
+        if value is not None and (match is None or ((match[1] or "").isdecimal() and int(match[1]) > MAX_PORT)):
+            raise ValueError(f"{value!r} is not a ZMQ endpoint; write tcp://host:port")
+        return value
+
+
+class PrefillConfig(Section):
+    """Prefill time of a worker, ``a + b·n + c·n·(p + n/2)``: a start value, corrected by what is observed."""
+
+    a_s: Seconds = Field(0.011, description="fixed seconds per prefill")
+    b_s: Seconds = Field(58e-6, description="seconds per new token")
+    c_s: Seconds = Field(1.05e-9, description="seconds per new token and context token")
+
+
+class TiersConfig(Section):
+    """What bringing KV back from a lower tier costs: ``kv_bytes_per_token`` over the tier's bandwidth.
+
+    The defaults are a 70B model with 8 KV heads in FP16, one GPU's PCIe 5 link, an NVMe gen 4 drive and 100 Gbit/s
+    Ethernet; for another model set at least ``kv_bytes_per_token`` (layers x KV heads x head size x 2 x bytes).
+    """
+
+    kv_bytes_per_token: int = Field(327_680, gt=0, description="KV cache bytes per token, all layers")
+    host_gb_s: float = Field(45.0, gt=0, description="GB/s from host memory")
+    disk_gb_s: float = Field(7.0, gt=0, description="GB/s from local disk")
+    remote_gb_s: float = Field(10.0, gt=0, description="GB/s from the remote pool")
+
+
+class WorkerSettings(Section):
+    """What may be the same for many engine instances."""
+
+    models: tuple[str, ...] = Field((), description="model names; empty: ask the worker's /v1/models")
+    domain: str = Field("", description="failure domain, for instance the zone")
+    role: Literal["mixed", "prefill", "decode"] = Field(
+        "mixed", description="what the engine is set up for, where prefill and decode are apart"
+    )
+    kv_capacity_tokens: int = Field(0, ge=0, description="KV cache size; 0: read it from the worker's metrics")
+    pool: str = Field(
+        "",
+        description="shared remote tier (LMCache remote backend, Mooncake store) that it reads; what one worker "
+        "announces there counts for all that name the pool",
+    )
+    pool_tiers: tuple[Literal["host", "disk", "remote"], ...] = Field(
+        ("remote",),
+        description="tiers in its events that are the pool; the connectors of Mooncake and LMCache call it cpu: "
+        "write [host, remote] for them",
+    )
+    prefill: PrefillConfig = Field(PrefillConfig(), description="prefill speed to start from")
+    tiers: TiersConfig = Field(TiersConfig(), description="speed of the lower cache tiers")
+
+
+class WorkerConfig(WorkerSettings):
+    """One engine instance."""
+
+    url: str = Field(
+        description="base URL, http://host:port; https is checked against the system's authorities, or the PEM file "
+        "in the environment variable SSL_CERT_FILE"
+    )
+    name: str | None = Field(None, pattern=r"^[!-~]+$", description="name in metrics and headers; default host:port")
+    kv_events: KvEventsConfig | None = Field(None, description="KV events; without them residency is not known")
+    data_parallel_rank: int | None = Field(
+        None, ge=0, description="only this rank of the engine: requests get the header x-data-parallel-rank"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if not re.match(r"^https?://[^/?#@\s]+/?$", value) or not _has_host_and_port(value):
+            raise ValueError(f"{value!r} is not a worker URL; write http://host:port without a path")
+        return value.rstrip("/")
+
+    @property
+    def label(self) -> str:
+        """The worker's name: the one given, else ``host:port``."""
+        if self.name is not None:
+            return self.name
+        parts = urlsplit(self.url)
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+        return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+def _names_differ(workers: tuple[WorkerConfig, ...]) -> tuple[WorkerConfig, ...]:
+    seen: set[str] = set()
+    for worker in workers:
+        if worker.label in seen:
+            raise ValueError(f"two workers are called {worker.label!r}; names must differ")
+        seen.add(worker.label)
+    return workers
+
+
+Workers = Annotated[tuple[WorkerConfig, ...], AfterValidator(_names_differ)]
+
+
+class WorkersFile(Section):
+    """The whole of a file of workers (``discovery.files``)."""
+
+    workers: Workers
+
+
+class FoundConfig(WorkerSettings):
+    """What holds for every worker that a source finds; annotations of a pod or Service win over it."""
+
+    scheme: Literal["http", "https"] = Field("http", description="how the engines are reached")
+    port: WorkerPort = Field(8000, description="their HTTP port")
+    kv_events_port: WorkerPort | None = Field(
+        None, description="port of the KV event publisher; without it the engine is asked, see docs/discovery.md"
+    )
+    kv_replay_port: WorkerPort | None = Field(None, description="port of the replay socket; goes with kv_events_port")
+    kv_topic: str = Field("", description="topic prefix of the events; goes with kv_events_port")
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="data-parallel ranks behind one port; where the engine is asked, it says so itself",
+    )
+
+    @classmethod
+    def own_keys(cls) -> set[str]:
+        """Return the keys that are not of ``WorkerSettings``."""
+        return cls.model_fields.keys() - WorkerSettings.model_fields.keys()
+
+
+class KubernetesConfig(Section):
+    """Pods or Services of a Kubernetes cluster, kept up by list and watch."""
+
+    kind: Literal["pods", "services"] = Field("pods", description="each pod is an engine, or each Service is one")
+    selector: str = Field(min_length=1, description="label selector, for instance app=vllm")
+    namespaces: tuple[str, ...] = Field((), description="where to look; empty: in the gateway's own namespace")
+    role_label: str = Field("kvway.io/role", description="label that says mixed, prefill or decode")
+    relist_s: float = Field(
+        5.0, gt=0, description="a watch is replaced by a new list after so long; longer above 100 pods"
+    )
+    api_url: str | None = Field(
+        None, pattern=r"^https?://[^/?#@\s]+/?$", description="API server; default: that of the cluster we run in"
+    )
+    token_file: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
+        description="bearer token, read at every request; none is sent if there is no such file",
+    )
+    ca_file: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
+        description="PEM authorities of the API server; the system's if there is no such file",
+    )
+    worker: FoundConfig = Field(FoundConfig(), description="what holds for every worker found")
+
+
+class DnsConfig(Section):
+    """All addresses of a DNS name, for instance of a headless Service."""
+
+    name: str = Field(min_length=1, description="name to resolve")
+    interval_s: float = Field(5.0, gt=0, description="time between two look-ups")
+    timeout_s: float = Field(5.0, gt=0, description="a look-up that takes longer has failed")
+    worker: FoundConfig = Field(FoundConfig(), description="what holds for every worker found")
+
+
+class FileConfig(Section):
+    """A file with a list `workers:`, as in this one, that may change at any time."""
+
+    path: OnDisk = Field(description="YAML or JSON file")
+    interval_s: float = Field(1.0, gt=0, description="how often it is looked at")
+
+
+class DiscoveryConfig(Section):
+    """Workers that are found, besides those listed; see docs/discovery.md. Where two sources find the same, the first
+    one counts.
+    """
+
+    kubernetes: tuple[KubernetesConfig, ...] = Field((), description="from the API server of Kubernetes")
+    dns: tuple[DnsConfig, ...] = Field((), description="from DNS")
+    files: tuple[FileConfig, ...] = Field((), description="from files")
+
+    def __bool__(self) -> bool:
+        """Whether there is any source."""
+        return bool(self.kubernetes or self.dns or self.files)
+
+    @property
+    def may_find_pools(self) -> bool:
+        """Whether workers may be found that share a remote tier."""
+        return bool(self.files) or any(source.worker.pool for source in (*self.kubernetes, *self.dns))
+
+
+def _has_host_and_port(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, an unclosed IPv6 bracket
+        return False
