@@ -321,7 +321,7 @@ class BatchWorker:
             self._prefills.remove(job)
         job.order = -1
         if self.tiers is not None:
-            self.tiers.touch(job.chain.hashes[: job.committed])
+            self.tiers.touch(job.chain.hashes[: job.committed], self._now)
         self.cache.release(job.blocks, pin_until)
         job.blocks = []
 

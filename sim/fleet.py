@@ -29,6 +29,7 @@ class TierSettings:
         compression: bytes held and moved, relative to what lies in HBM: 1 as they are, .5 FP8, .25 INT4 or CacheGen.
         codec_bytes_per_s: uncompressed bytes that are decompressed per second; infinite: for nothing.
         watermark: filled beyond this share of its capacity, the tier moves its coldest blocks to the one below.
+        idle_s: so do blocks that have not been used for so long; noticed when something is stored.
         shared: one pool for all workers, behind one link.
     """
 
@@ -41,6 +42,7 @@ class TierSettings:
     compression: float = 1.0
     codec_bytes_per_s: float = inf
     watermark: float = 1.0
+    idle_s: float = inf
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class TierSettings:
             raise ValueError(f"{where}: tier must be HOST, DISK or REMOTE; HBM is capacity_tokens of the fleet")
         if self.capacity_tokens < 0:
             raise ValueError(f"{where}: capacity_tokens must not be negative, but is {self.capacity_tokens}")
-        for name in ("read_bytes_per_s", "write_bytes_per_s", "codec_bytes_per_s"):
+        for name in ("read_bytes_per_s", "write_bytes_per_s", "codec_bytes_per_s", "idle_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{where}: {name} must be above 0, not {getattr(self, name)}")
         if not (self.latency_s >= 0 and isfinite(self.latency_s)):

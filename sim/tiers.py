@@ -89,7 +89,7 @@ class TierStore:
         self._most = int(self.capacity * settings.watermark)
         self._moved_bytes = block_bytes * settings.compression
         self._codec_s = block_bytes / settings.codec_bytes_per_s
-        self._blocks: OrderedDict[int, float] = OrderedDict()  # → when the copy is complete
+        self._blocks: OrderedDict[int, float] = OrderedDict()  # → when it was last used; of a copy, complete
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -97,11 +97,12 @@ class TierStore:
     def __contains__(self, block_hash: int) -> bool:
         return block_hash in self._blocks
 
-    def touch(self, hashes: Sequence[int]) -> None:
+    def touch(self, hashes: Sequence[int], now: float) -> None:
         """Make a run the most recently used, its first block last, so that chains lose their tails first."""
         blocks = self._blocks
         for block_hash in reversed(hashes):
-            if block_hash in blocks:
+            if (used_at := blocks.get(block_hash)) is not None:
+                blocks[block_hash] = max(used_at, now)
                 blocks.move_to_end(block_hash)
 
     def store(self, hashes: Sequence[int], now: float, ready_at: float | None = None) -> tuple[list[int], list[int]]:
@@ -115,7 +116,7 @@ class TierStore:
         Returns:
             The hashes that were not held before, and those that no longer are, the most recently used first.
         """
-        self.touch(hashes)
+        self.touch(hashes, now)
         new = [block_hash for block_hash in hashes if block_hash not in self._blocks][: self._most]
         if not new:
             return [], []
@@ -125,13 +126,18 @@ class TierStore:
                 return [], []
             ready_at = self.write.transfer(len(new) * self._moved_bytes, now)
         self._blocks.update(dict.fromkeys(reversed(new), ready_at))
-        surplus = len(self._blocks) - self._most
-        gone = [self._blocks.popitem(last=False)[0] for _ in range(surplus)]
-        return new, gone[::-1]
+        return new, self._drop_cold(now)[::-1]
+
+    def _drop_cold(self, now: float) -> list[int]:
+        blocks, idle_s = self._blocks, self.settings.idle_s
+        gone = []
+        while len(blocks) > self._most or (blocks and next(iter(blocks.values())) < now - idle_s):
+            gone.append(blocks.popitem(last=False)[0])
+        return gone
 
     def reload_s(self, hashes: Sequence[int], now: float) -> float:
         """Return how long it would take to bring these blocks to HBM; those still on their way here pass through."""
-        complete_at = max(self._blocks[block_hash] for block_hash in hashes)
+        complete_at = max(self._blocks[block_hash] for block_hash in hashes)  # of complete copies the last use: past
         link_s = self.read.seconds(len(hashes) * self._moved_bytes, now)
         return max(complete_at - now, link_s) + len(hashes) * self._codec_s
 
@@ -192,10 +198,10 @@ class TierStack:
         changes, self._changes = self._changes, []
         return changes
 
-    def touch(self, hashes: Sequence[int]) -> None:
+    def touch(self, hashes: Sequence[int], now: float) -> None:
         """A run has been used in HBM: it is as recent here."""
         for store in self.stores:
-            store.touch(hashes)
+            store.touch(hashes, now)
 
     def computed(self, hashes: Sequence[int], now: float) -> None:
         """A run has come to HBM."""
@@ -259,7 +265,7 @@ class TierStack:
         taken = runs[:chosen]
         for store, first, last in taken:
             store.reload(hashes[first:last], now)
-            store.touch(hashes[first:last])
+            store.touch(hashes[first:last], now)
         return Reload([(store.settings.tier, last - first) for store, first, last in taken], now + delay_s)
 
     def lose(self, tiers: Sequence[Tier]) -> None:

@@ -121,6 +121,16 @@ def test_a_watermark_leaves_room():
     assert len(tiers.stores[0]) == 32
 
 
+def test_what_has_been_idle_for_long_moves_down():
+    tiers = stack(replace(HOST, idle_s=60.0), DISK)
+    tiers.computed([1, 2], 0.0)
+    tiers.computed([11, 12], 1.0)
+    tiers.touch([1], 50.0)
+    tiers.computed([21], 100.0)
+    assert [block in tiers.stores[0] for block in (1, 2, 11, 12, 21)] == [True, False, False, False, True]
+    assert all(block in tiers.stores[1] for block in (2, 11, 12))
+
+
 def test_cxl_memory_is_host_memory_to_the_gateway():
     tiers = stack(HOST, replace(HOST, name="cxl", capacity_tokens=1000 * BLOCK))
     for start in range(0, 200, 50):
