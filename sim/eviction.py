@@ -145,7 +145,7 @@ class CostQueue:
     Recency is the time of the last use in units of ``recency_s``: between two blocks the difference of their ages
     counts, whenever they are compared, so that a score holds until a block is used again. Uses count as log2(1 + uses),
     T_recompute/M as milliseconds of prefill per token, which grow with the position of the block by the attention over
-    all before it.
+    all before it. The score's usual last term, ``−ω4·SLO_deficit``, is left out: simulated requests have no goals.
 
     Args:
         blocks: all of them, empty.
