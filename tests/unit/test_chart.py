@@ -40,6 +40,7 @@ EVERYTHING: dict[str, Any] = {
     "loadTest": {"enabled": True, "args": ["chat", "--url", "$(KVWAY_URL)"]},
     "config": {"recorder": {"directory": "/traces"}},
 }
+DISCOVERY: dict[str, Any] = {"config": {"discovery": {"kubernetes": [{"selector": "app=vllm"}]}}}
 TLS = {"enabled": True, "caSecret": "ca", "clientSecret": "client"}
 WAYS: dict[str, list[dict[str, Any]]] = {
     "simulated": [example("values-simulated.yaml")],
@@ -51,7 +52,7 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "one redis": [WORKER, {"redis": {"mode": "standalone", "hosts": ["r:6380"], "username": "me", "tls": TLS}}],
     "cluster": [WORKER, {"redis": {"mode": "cluster", "hosts": ["a", "b:7000"], "passwordSecret": {"name": "redis"}}}],
     "claim": [WORKER, {"tokenizer": {"source": "pvc", "pvc": {"claimName": "models", "subPath": "llama"}}}],
-    "discovery": [{"discovery": {"enabled": True, "namespaces": ["a", "b"], "nodeZones": True}}],
+    "discovery": [DISCOVERY, {"rbac": {"nodes": True}}],
     "pod monitor": [WORKER, {"podMonitor": {"enabled": True, "relabelings": [{"action": "drop"}]}}],
     "route": [WORKER, {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gw"}], "hostnames": ["kvway.example"]}}],
     "everything": [SIMULATED, EVERYTHING],
@@ -235,15 +236,24 @@ def test_only_discovery_gives_the_gateway_rights_and_these_only_read():
         return [each for each in render(*layers) if each["kind"] in ("Role", "ClusterRole")]
 
     assert roles(SIMULATED) == [] and pod(render(SIMULATED))["automountServiceAccountToken"] is False
-    discovering = {"discovery": {"enabled": True}}
-    assert pod(render(discovering))["automountServiceAccountToken"] is True
-    (role,) = roles(discovering)
-    assert role["kind"] == "Role" and role["metadata"]["namespace"] == chart.NAMESPACE
-    (*_, of_nodes) = roles(discovering, {"discovery": {"namespaces": ["a", "b"], "nodeZones": True}})
+    assert pod(render(DISCOVERY))["automountServiceAccountToken"] is True
+    (role,) = roles(DISCOVERY)
+    assert (role["kind"], role["metadata"]["namespace"]) == ("Role", chart.NAMESPACE)
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    (*_, of_nodes) = roles(DISCOVERY, {"rbac": {"nodes": True}})
     assert of_nodes["kind"] == "ClusterRole" and of_nodes["rules"][0]["resources"] == ["nodes"]
-    for each in (role, of_nodes):
-        assert {verb for rule in each["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
-    assert roles(discovering, {"rbac": {"create": False}}) == []
+    assert roles(DISCOVERY, {"rbac": {"create": False}}) == []
+
+
+def test_discovery_may_look_where_it_is_told_to_and_nowhere_else():
+    sources = [
+        {"selector": "app=a", "namespaces": ["x", "y"]},
+        {"selector": "app=b", "namespaces": ["y"], "kind": "services"},
+        {"selector": "app=c", "namespaces": ["z"], "api_url": "https://other:6443"},
+    ]
+    objects = render({"config": {"discovery": {"kubernetes": sources}}})
+    roles = {each["metadata"]["namespace"]: each["rules"][0]["resources"] for each in objects if each["kind"] == "Role"}
+    assert roles == {"x": ["pods"], "y": ["pods", "services"]}
 
 
 def test_the_autoscaler_takes_over_the_number_of_replicas():

@@ -43,6 +43,15 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- .Values.terminationGracePeriodSeconds | default $least | int -}}
 {{- end -}}
 
+{{/* Discovery that asks the API server of this cluster. */}}
+{{- define "kvway.kubernetesSources" -}}
+{{- $here := list -}}
+{{- range (.Values.config.discovery | default dict).kubernetes -}}
+{{- if not .api_url -}}{{- $here = append $here . -}}{{- end -}}
+{{- end -}}
+{{- toYaml $here -}}
+{{- end -}}
+
 {{- define "kvway.hasRedisPassword" -}}
 {{- if and (ne .Values.redis.mode "none") .Values.redis.passwordSecret.name }}true{{ end -}}
 {{- end -}}

@@ -3,8 +3,9 @@
 {{- $values := .Values -}}
 {{- $server := $values.config.server -}}
 {{- $index := $values.config.index | default dict -}}
-{{- if not (or $values.config.workers $values.discovery.enabled $values.simulatedWorkers.enabled) -}}
-{{- fail "there are no workers: list them in config.workers, set discovery.enabled and config's discovery, or try simulatedWorkers.enabled=true" -}}
+{{- $found := $values.config.discovery | default dict -}}
+{{- if not (or $values.config.workers $found.kubernetes $found.dns $found.files $values.simulatedWorkers.enabled) -}}
+{{- fail "there are no workers: list them in config.workers, find them with config.discovery, or try simulatedWorkers.enabled=true" -}}
 {{- end -}}
 {{- if or $index.password $index.sentinel_password (regexMatch "://[^/@]*:[^/@]*@" ($index.url | default "")) -}}
 {{- fail "config.index: a password would lie readable in a ConfigMap; put it into a Secret and name that in redis.passwordSecret or redis.sentinelPasswordSecret" -}}
