@@ -18,6 +18,8 @@ from gateway.config_sections import OnDisk, Port, Seconds, Section
 from gateway.config_source import describe_mistakes, overlay_environment, read_yaml
 from gateway.config_workers import DiscoveryConfig, Workers
 from gateway.config_workers import KvEventsConfig as KvEventsConfig
+from gateway.config_workers import PrefillConfig as PrefillConfig
+from gateway.config_workers import TiersConfig as TiersConfig
 from gateway.config_workers import WorkerConfig as WorkerConfig
 from gateway.errors import ConfigError
 from policies.base import PolicyError, create_policy
