@@ -125,21 +125,21 @@ def test_the_examples_configure_the_fleets_they_come_with(engine):
     fleet = manifests(EXAMPLES / f"{engine}-fleet.yaml")
     for each in fleet:
         kubernetes_validate.validate(each, "1.37", strict=True)
-    workers = find(fleet, "StatefulSet", engine)["spec"]
-    (container,) = workers["template"]["spec"]["containers"]
+    template = find(fleet, "Deployment", engine)["spec"]["template"]
+    (container,) = template["spec"]["containers"]
     assert "." not in container["image"].partition("/")[0]  # no registry's host
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-    (events,) = (
-        json.loads(flag.partition("=")[2]) for flag in container["args"] if flag.startswith("--kv-events-config")
-    )
+    (flag,) = [each for each in container["args"] if each.startswith("--kv-events-config=")]
+    events = json.loads(flag.partition("=")[2])
     assert (events["publisher"], events["endpoint"]) == ("zmq", f"tcp://*:{ports['kv-events']}")
     assert events["replay_endpoint"] == f"tcp://*:{ports['kv-replay']}"
     assert events.get("enable_kv_cache_events", engine == "sglang")
     config = Config.model_validate(chart.config(render(example(f"values-{engine}.yaml"))))
-    hosts = [f"{engine}-{number}.{workers['serviceName']}" for number in range(workers["replicas"])]
-    assert [worker.url for worker in config.workers] == [f"http://{host}:{ports['http']}" for host in hosts]
-    told = [(worker.kv_events.endpoint, worker.kv_events.replay_endpoint) for worker in config.workers]
-    assert told == [(f"tcp://{host}:{ports['kv-events']}", f"tcp://{host}:{ports['kv-replay']}") for host in hosts]
+    (source,) = config.discovery.kubernetes
+    key, _, value = source.selector.partition("=")
+    assert template["metadata"]["labels"][key] == value
+    told = (source.worker.port, source.worker.kv_events_port, source.worker.kv_replay_port)
+    assert told == (ports["http"], ports["kv-events"], ports["kv-replay"])
     (block,) = (int(flag.partition("=")[2]) for flag in container["args"] if re.match("--(block|page)-size", flag))
     assert config.prompt.chunk_tokens % block == 0
 
