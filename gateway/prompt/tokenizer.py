@@ -12,7 +12,7 @@ import logging
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -150,19 +150,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     text, reference, added = _read_tokenizer(file)
-    config_file = file.with_name("tokenizer_config.json")
-    config = _read_object(config_file)
+    config = _read_config(file.parent)
     # transformers adds, or gives other flags to, what the configuration lists otherwise
-    changed = [token for token in _declared_tokens(config, config_file) if token not in added]
+    changed = [token for token in _declared_tokens(config, file.parent, added) if token not in added]
     reference.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in changed])
     reference.no_truncation()
     reference.no_padding()
     added = [*(token for token in added if token.content not in {other.content for other in changed}), *changed]
+    if config.get("split_special_tokens") is True:  # then they are text like any other
+        reference.encode_special_tokens = True
+        added = [token for token in added if not token.special]
     prefix, suffix = _around(reference)
     return Tokenizer(
         encoder=_encoder(file, text, reference, added, changed),
         added_tokens=added,
-        special_tokens=_special_tokens(config),
+        special_tokens={name: token.content for name, token in _named_tokens(config).items()},
         prefix=prefix,
         suffix=suffix,
         directory=file.parent,
@@ -200,15 +202,62 @@ def _read_object(file: Path) -> dict[str, Any]:
     return content
 
 
-def _declared_tokens(config: dict[str, Any], file: Path) -> list[AddedToken]:
-    """Return the added tokens that ``tokenizer_config.json`` lists, by id."""
-    declared = config.get("added_tokens_decoder")
-    if not isinstance(declared, dict):
-        return []
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Return ``tokenizer_config.json``, with what older models list in ``special_tokens_map.json``."""
+    config = _read_object(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    return config | _read_object(directory / "special_tokens_map.json")
+
+
+def _declared_tokens(config: dict[str, Any], directory: Path, added: Sequence[AddedToken]) -> list[AddedToken]:
+    """Return the tokens that a model's other files add to those of ``tokenizer.json``, in the order of their ids.
+
+    As ``_from_pretrained`` and ``TokenizersBackend`` of ``transformers`` 5 do: what is listed by id, then the special
+    tokens that are no added ones so far.
+    """
+    special = [*_named_tokens(config).values(), *_extra_tokens(config)]
+    names = {token.content for token in special}
+    listed = config.get("added_tokens_decoder")
     try:
-        return [_added(token) for _, token in sorted(declared.items(), key=lambda item: int(item[0]))]
+        if isinstance(listed, dict):
+            by_id = {int(number): _added(token) for number, token in listed.items()}
+        else:
+            older = _read_object(directory / "added_tokens.json")
+            by_id = {int(number): _plain_token(name, name in names) for name, number in older.items()}
     except (TypeError, ValueError, AttributeError) as error:
-        raise TokenizerError(f"{file}: added_tokens_decoder is not understood: {error}") from None
+        file = "tokenizer_config.json" if isinstance(listed, dict) else "added_tokens.json"
+        raise TokenizerError(f"{directory / file}: its added tokens are not understood: {error}") from None
+    declared = [by_id[number] for number in sorted(by_id)]
+    known = {token.content for token in (*added, *declared)}
+    return [*declared, *{token.content: token for token in special if token.content not in known}.values()]
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, AddedToken]:
+    """Return ``bos_token``, ``eos_token`` …, and those that the model has besides, as ``image_token``."""
+    standard = [f"{name}_token" for name in _SPECIAL_TOKEN_NAMES]
+    own = [name for name in config if name.endswith("_token") and name not in standard]
+    extra = config.get("extra_special_tokens")
+    values = {name: config.get(name) for name in (*standard, *own)} | (extra if isinstance(extra, dict) else {})
+    tokens = {name: _special_token(value) for name, value in values.items()}
+    return {name: token for name, token in tokens.items() if token is not None}
+
+
+def _extra_tokens(config: dict[str, Any]) -> list[AddedToken]:
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    tokens = map(_special_token, extra if isinstance(extra, list) else ())
+    return [token for token in tokens if token is not None]
+
+
+def _special_token(value: Any) -> AddedToken | None:
+    """Return a special token, which a configuration gives as a text or as an object; None if it is neither."""
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        return replace(_added({"normalized": False} | value), special=True)
+    return _plain_token(value, special=True) if isinstance(value, str) and value else None
+
+
+def _plain_token(content: str, special: bool) -> AddedToken:
+    return AddedToken(content, normalized=not special, special=special)
 
 
 def _added(token: dict[str, Any]) -> AddedToken:
@@ -220,7 +269,7 @@ def _encoder(
 ) -> Encoder:
     """Return the fastest encoder that agrees with ``reference``, which is ``text`` with ``changed`` tokens."""
     slow = HuggingFaceEncoder(reference)
-    if fastokens is None:
+    if fastokens is None or reference.encode_special_tokens:
         return slow
     try:
         tokenizer = fastokens.Tokenizer.from_json_str(text)
@@ -261,16 +310,6 @@ def varied_texts(tokens: Sequence[str]) -> list[str]:
     sample = list(dict.fromkeys([*tokens[:48], *tokens[-16:]]))
     between = [f"{token}{plain[3]}{token} x {token}\n\n{token}{token}  y{token}z" for token in sample]
     return [*plain, *between, "".join(sample), " ".join(sample), "".join(plain)]
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name in _SPECIAL_TOKEN_NAMES:
-        value = config.get(f"{name}_token")
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            tokens[f"{name}_token"] = content
-    return tokens
 
 
 def _around(tokenizer: tokenizers.Tokenizer) -> tuple[bytes, bytes]:

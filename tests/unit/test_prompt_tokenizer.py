@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 
 import pytest
@@ -88,6 +89,56 @@ def test_tokens_that_only_the_configuration_adds_are_added(tmp_path):
     expected.add_tokens([AddedToken("<tool>", **flags)])
     assert unpacked(loaded.encoder.encode(["a<tool>b"])[0]) == expected.encode("a<tool>b").ids
     assert "<tool>" in [token.content for token in loaded.added_tokens]
+
+
+SPECIAL_ONLY = AddedToken("<x>", special=True, normalized=False)
+FLAGS = {"lstrip": True, "rstrip": False, "single_word": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "token"),
+    [
+        ({"tokenizer_config": {"eos_token": "<x>"}}, SPECIAL_ONLY),
+        ({"tokenizer_config": {"eos_token": {"__type": "AddedToken", "content": "<x>", **FLAGS}}}, None),
+        ({"tokenizer_config": {"additional_special_tokens": ["<s>", "<x>"]}}, SPECIAL_ONLY),
+        ({"tokenizer_config": {"extra_special_tokens": ["<x>"]}}, SPECIAL_ONLY),
+        ({"tokenizer_config": {"extra_special_tokens": {"image_token": "<x>"}}}, SPECIAL_ONLY),
+        ({"tokenizer_config": {"image_token": "<x>", "add_bos_token": True}}, SPECIAL_ONLY),
+        ({"special_tokens_map": {"pad_token": "<x>"}}, SPECIAL_ONLY),
+        ({"added_tokens": {"<x>": 900}}, AddedToken("<x>", normalized=True)),
+    ],
+)
+def test_special_tokens_that_are_no_added_ones_yet_are_added_as_transformers_does(files, token, tmp_path):
+    trained = train("split", SPECIALS)
+    save(trained, tmp_path)
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    loaded = load_tokenizer(tmp_path)
+    trained.add_tokens([token or AddedToken("<x>", special=True, **FLAGS)])
+    texts = ["a <x> b<x>c<s>", "<x><x>"]
+    expected = [trained.encode(text, add_special_tokens=False).ids for text in texts]
+    assert [unpacked(ids) for ids in loaded.encoder.encode(texts)] == expected
+
+
+def test_templates_read_the_tokens_that_a_model_has_of_its_own(tmp_path):
+    config = {"bos_token": "<s>", "image_token": "<img>", "extra_special_tokens": {"audio_token": "<aud>"}}
+    loaded = load_tokenizer(save(train("split", SPECIALS), tmp_path, config))
+    assert loaded.special_tokens == {"bos_token": "<s>", "image_token": "<img>", "audio_token": "<aud>"}
+
+
+def test_what_older_models_list_apart_counts_only_without_a_newer_list(tmp_path):
+    save(train("split", SPECIALS), tmp_path, {"bos_token": "<s>", "added_tokens_decoder": {}})
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "</s>"}))
+    assert load_tokenizer(tmp_path).special_tokens == {"bos_token": "<s>"}
+
+
+def test_special_tokens_are_text_where_the_configuration_says_so(tmp_path):
+    trained = train("split", SPECIALS)
+    loaded = load_tokenizer(save(trained, tmp_path, {"bos_token": "<s>", "split_special_tokens": True}))
+    trained.encode_special_tokens = True
+    text = "a<s>b</s>"
+    assert unpacked(loaded.encoder.encode([text])[0]) == trained.encode(text, add_special_tokens=False).ids
+    assert loaded.added_tokens == []  # no text may be cut before one
 
 
 @pytest.mark.parametrize(
