@@ -17,27 +17,27 @@ there are workers, only a share of its prefill is charged to those that do not h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from typing import Annotated, Any, ClassVar, Final, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from policies.base import (
     COLUMNS,
     Breakdown,
     Decision,
     FleetView,
-    Floats,
     Residency,
     RoutingRequest,
     Tier,
     register,
 )
 from policies.cost import prefill_seconds, reload_seconds
-from policies.ring import ring_of
+from policies.ring import ring_for, ring_of
 from policies.traffic import Traffic
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -51,7 +51,10 @@ RUNNING: Final = COLUMNS.index("running")
 CAPACITY: Final = COLUMNS.index("kv_capacity_tokens")
 A, B, C = (COLUMNS.index(f"prefill_{letter}_s") for letter in "abc")
 
-# state, hit, tokens by tier, turnover → the terms of `_Terms`
+# One value per candidate: a list or tuple of a small fleet, an array of a large one.
+Values = list[Any] | tuple[Any, ...] | NDArray[Any]
+
+# state, hit, tokens by tier or None where all of them are in HBM, turnover → the terms of `_Terms`
 _Formula = Callable[[Any, Any, Any, Any], tuple[Any, ...]]
 
 
@@ -97,12 +100,12 @@ class _Start(NamedTuple):
 class _Terms(NamedTuple):
     """The score of every candidate, each ``[n]``; ``excess`` is load beyond one request, in seconds of prefill."""
 
-    cost: Sequence[float]
-    excess: Sequence[float]
-    work: Sequence[float]
-    wait: Sequence[float] | Floats
-    pi: Sequence[float] | Floats
-    displacement: Sequence[float] | Floats
+    cost: Values
+    excess: Values
+    work: Values
+    wait: Values
+    pi: Values
+    displacement: Values
 
 
 @register
@@ -122,33 +125,28 @@ class ExpectedCost:
         traffic = self._traffic_of(request.model, now)
         traffic.advance(fleet, now)
 
-        hits = residency.hits()
-        longest = max(hits)
+        hits, longest = _hits(residency, len(fleet), prompt)
         start = self._start(request, prompt, longest, traffic, now)
-        if longest >= prompt:
-            hits = [min(hit, prompt - 1) for hit in hits]  # an engine always computes the last token
-        charged: Sequence[float] = hits
+        charged: Values = hits
         if self._params.replicate and start.met > len(fleet):
             # n prefills, one per worker, are shared by all the conversations that will start from this prefix
-            spared = 1.0 - len(fleet) / start.met
-            charged = [hit + spared * (longest - hit) for hit in hits]
+            charged = _raised(hits, longest, 1.0 - len(fleet) / start.met)
 
         weigh = self._formula(prompt, now, start.fresh, traffic)
         terms = _evaluate(weigh, fleet, charged, residency, traffic)
         over = self._over(terms, prompt, fleet)
         row, reason = self._choose(terms, over, start, fleet)
 
-        hit = hits[row]
-        work_s = terms.work[row]
+        hit, work_s = int(hits[row]), float(terms.work[row])
         if charged is not hits:
             a, b, c = fleet.state[A : C + 1, row].tolist()
-            granted = charged[row]
+            granted = float(charged[row])
             work_s += prefill_seconds(prompt - hit, hit, a, b, c) - prefill_seconds(prompt - granted, granted, a, b, c)
         traffic.decided(row, start.fresh, prompt - hit, work_s, fleet.state.item(CAPACITY, row))
         return Decision(
             row,
             hit,
-            float(terms.wait[row] + work_s),
+            float(terms.wait[row]) + work_s,
             reason or ("hit" if hit else "load"),
             terms.cost,
             partial(_explain, terms, over, prompt, hits, residency, fleet.names, start.key),
@@ -171,7 +169,7 @@ class ExpectedCost:
         return _Start(fresh, met, request.ring_key or chunks[min(known, len(chunks) - 1)])
 
     def _formula(self, prompt: int, now: float, fresh: bool, traffic: Traffic) -> _Formula:
-        """Return the score as a function of a candidate's figures: floats of one, or arrays of all (no branches)."""
+        """Return the score as a function of a candidate's figures: floats of one, or arrays of all."""
         params = self._params
         crowding = traffic.crowding() if params.price else 0.0
         growth = traffic.growth_tokens() if params.growth and fresh else 0.0
@@ -180,11 +178,13 @@ class ExpectedCost:
         def weigh(state: Any, hit: Any, tiers: Any, turnover: Any) -> tuple[Any, ...]:
             # in the order of policies.base.COLUMNS
             pending_tokens, pending_s, since, _, decode_tokens, _, _, _, _, a, b, c, host_s, disk_s, remote_s = state
-            _, host, disk, remote = tiers
             new = prompt - hit
             queued = pending_s + since - now
             wait = (queued + abs(queued)) * 0.5  # never below 0
-            work = prefill_seconds(new, hit, a, b, c) + reload_seconds(host, disk, remote, host_s, disk_s, remote_s)
+            work = prefill_seconds(new, hit, a, b, c)
+            if tiers is not None:
+                _, host, disk, remote = tiers
+                work = work + reload_seconds(host, disk, remote, host_s, disk_s, remote_s)
             pi = (wait + work * 0.5) * crowding
             displacement = (new + growth) * b * turnover * reuse
             excess = (pending_tokens + decode_tokens * decode_weight - prompt) * b
@@ -192,49 +192,51 @@ class ExpectedCost:
 
         return weigh
 
-    def _over(self, terms: _Terms, prompt: int, fleet: FleetView) -> Collection[int]:
+    def _over(self, terms: _Terms, prompt: int, fleet: FleetView) -> list[int]:
         """Return the rows whose load is above ``load_factor`` times the mean plus one request."""
-        if not self._params.bounded or max(terms.excess) <= 0:
-            return ()
-        total_s = sum(terms.excess) + prompt * sum(fleet.state[B].tolist())
-        limit_s = self._params.load_factor * total_s / len(fleet)
-        return {row for row, excess in enumerate(terms.excess) if excess > limit_s}
+        excess = terms.excess
+        if not self._params.bounded or _most(excess) <= 0:
+            return []
+        total_s = _total(excess) + prompt * float(np.add.reduce(fleet.state[B]))
+        return _rows_above(excess, self._params.load_factor * total_s / len(fleet))
 
-    def _choose(self, terms: _Terms, over: Collection[int], start: _Start, fleet: FleetView) -> tuple[int, str]:
+    def _choose(self, terms: _Terms, over: list[int], start: _Start, fleet: FleetView) -> tuple[int, str]:
         """Return the row and, where it was not the cost alone that decided, the reason."""
         costs = terms.cost
         if over:
-            costs = [inf if row in over else cost for row, cost in enumerate(costs)]
-        limit = min(costs)
+            costs = list(costs) if isinstance(costs, tuple) else costs.copy()
+            for row in over:
+                costs[row] = inf
+        limit = _least(costs)
         if start.fresh:
-            limit += self._params.ring_slack * min(terms.work)
-        near = [row for row, cost in enumerate(costs) if cost <= limit]
+            limit += self._params.ring_slack * _least(terms.work)
+        near = _rows_up_to(costs, limit)
         if len(near) == 1:
             return near[0], ""
-        running = fleet.state[RUNNING].tolist()
+        running = fleet.state[RUNNING]
         if start.fresh:
-            return ring_of(tuple(fleet.names)).bounded(start.key, running, self._params.load_factor, near), "ring"
+            return ring_for(fleet).bounded(start.key, running, self._params.load_factor, near), "ring"
         least = min([(terms.wait[row], running[row]) for row in near])
         near = [row for row in near if (terms.wait[row], running[row]) == least]
-        return near[0] if len(near) == 1 else ring_of(tuple(fleet.names)).first(start.key, near), ""
+        return near[0] if len(near) == 1 else ring_for(fleet).first(start.key, near), ""
 
 
-def _evaluate(
-    weigh: _Formula, fleet: FleetView, hits: Sequence[float], residency: Residency, traffic: Traffic
-) -> _Terms:
-    if len(fleet) > SMALL_FLEET:
-        granted = np.fromiter(hits, float, len(hits))
-        cost, excess, work, *rest = weigh(fleet.state, granted, residency.by_tier.T, traffic.turnover)
-        return _Terms(cost.tolist(), excess.tolist(), work.tolist(), *rest)  # the rest is only looked up
-    scores = map(weigh, fleet.state.T.tolist(), hits, residency.tiers(), traffic.turnovers())
-    return _Terms(*zip(*scores, strict=True))
+def _evaluate(weigh: _Formula, fleet: FleetView, hits: Values, residency: Residency, traffic: Traffic) -> _Terms:
+    if not isinstance(hits, np.ndarray):
+        tiers_of = [tiers if tiers[1] or tiers[2] or tiers[3] else None for tiers in residency.tiers()]
+        scores = map(weigh, fleet.state.T.tolist(), hits, tiers_of, traffic.turnover.tolist())
+        return _Terms(*zip(*scores, strict=True))
+    # as floats, side by side: a cast in every operation would cost as much as the operation
+    below = np.count_nonzero(residency.by_tier[:, Tier.HOST :])
+    tiers = residency.by_tier.T.astype(np.float64, order="C") if below else None
+    return _Terms(*weigh(fleet.state, hits.astype(np.float64), tiers, traffic.turnover))
 
 
 def _explain(
     terms: _Terms,
-    over: Collection[int],
+    over: list[int],
     prompt: int,
-    hits: Sequence[int],
+    hits: Values,
     residency: Residency,
     names: Sequence[str],
     key: bytes,
@@ -244,9 +246,9 @@ def _explain(
     ring = {row: position for position, row in enumerate(ring_of(tuple(names)).walk(key))}
     return [
         {
-            "hit_tokens": hits[row],
+            "hit_tokens": int(hits[row]),
             **{f"{tier.name.lower()}_tokens": tiers[row][tier] for tier in Tier},
-            "uncached_tokens": prompt - hits[row],
+            "uncached_tokens": prompt - int(hits[row]),
             "wait_s": float(terms.wait[row]),
             "work_s": float(terms.work[row]),
             "pi": float(terms.pi[row]),
@@ -256,3 +258,48 @@ def _explain(
         }
         for row in range(len(names))
     ]
+
+
+# The same on lists and tuples of small fleets and on arrays.
+
+
+def _hits(residency: Residency, n: int, prompt: int) -> tuple[Values, int]:
+    """Return the hits that engines grant, and the longest hit; an engine always computes the last token."""
+    hits: Values = residency.hits() if n <= SMALL_FLEET else residency.hit_tokens
+    longest = int(_most(hits))
+    if longest >= prompt:
+        if isinstance(hits, np.ndarray):
+            return np.minimum(hits, prompt - 1), longest
+        return [min(hit, prompt - 1) for hit in hits], longest
+    return hits, longest
+
+
+def _raised(hits: Values, longest: int, share: float) -> Values:
+    """Return the hits, each raised by a share of what it is short of the longest one."""
+    if isinstance(hits, np.ndarray):
+        return hits + share * (longest - hits)
+    return [hit + share * (longest - hit) for hit in hits]
+
+
+def _least(values: Values) -> float:
+    return float(np.minimum.reduce(values)) if isinstance(values, np.ndarray) else min(values)
+
+
+def _most(values: Values) -> float:
+    return float(np.maximum.reduce(values)) if isinstance(values, np.ndarray) else max(values)
+
+
+def _total(values: Values) -> float:
+    return float(np.add.reduce(values)) if isinstance(values, np.ndarray) else sum(values)
+
+
+def _rows_above(values: Values, limit: float) -> list[int]:
+    if isinstance(values, np.ndarray):
+        return (values > limit).nonzero()[0].tolist()
+    return [row for row, value in enumerate(values) if value > limit]
+
+
+def _rows_up_to(values: Values, limit: float) -> list[int]:
+    if isinstance(values, np.ndarray):
+        return (values <= limit).nonzero()[0].tolist()
+    return [row for row, value in enumerate(values) if value <= limit]

@@ -36,7 +36,7 @@ class PrefixHash:
     def decide(self, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float) -> Decision:
         """Return the first worker on the prompt's way round the ring that is not above its share."""
         running = fleet.column("running").copy()
-        row = ring_for(fleet).bounded(self._key(request), running.tolist(), self._params.load_factor)
+        row = ring_for(fleet).bounded(self._key(request), running, self._params.load_factor)
         return decided(request, residency, row, "ring", running)
 
     def _key(self, request: RoutingRequest) -> bytes:

@@ -20,20 +20,22 @@ import mmh3
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.base import FleetView
+from policies.base import FleetView, Floats
 
 VIRTUAL_NODES: Final = 256
+_FAR: Final = 64  # points to pass on the way to the next of some rows, beyond which their own points are looked at
 _RECENT: Final = 16  # sets of candidates: by model, by adapter, without the workers that were tried
 
 
 class Ring:
     """The circle for one set of workers; rows are positions in ``names``."""
 
-    __slots__ = ("_owners", "_points", "size")
+    __slots__ = ("_owners", "_points", "_points_of_rows", "size")
 
     def __init__(self, names: Sequence[str]) -> None:
         self.size = len(names)
-        points = np.concatenate([_points_of(name) for name in names])
+        self._points_of_rows = np.stack([_points_of(name) for name in names])
+        points = self._points_of_rows.reshape(-1)
         order = np.argsort(points, kind="stable")
         # arrays rather than lists: 1,000 workers have 256,000 points
         self._points = array("Q", points[order].tobytes())
@@ -41,24 +43,30 @@ class Ring:
 
     def walk(self, key: bytes, rows: Collection[int] | None = None) -> Iterator[int]:
         """Yield every row, or every one of ``rows``, once, in the order in which ``key`` meets them on the circle."""
+        if rows is not None and len(rows) * _FAR < self.size:
+            yield from self._by_distance(key, rows)
+            return
         owners = self._owners
-        left = set(range(self.size) if rows is None else rows)
+        wanted = None if rows is None else set(rows)
+        left = self.size if wanted is None else len(wanted)
+        met: set[int] = set()
         start = self._position(key)
         for position in chain(range(start, len(owners)), range(start)):
             row = owners[position]
-            if row in left:
+            if row not in met and (wanted is None or row in wanted):
                 yield row
-                left.remove(row)
-                if not left:
+                met.add(row)
+                left -= 1
+                if left == 0:
                     return
 
     def first(self, key: bytes, rows: Collection[int] | None = None) -> int:
         """Return the row, of ``rows`` if given, that ``key`` meets first."""
-        if rows is None:
-            return self._owners[self._position(key) % len(self._owners)]
-        return next(self.walk(key, rows))
+        if rows is not None:
+            return next(self.walk(key, rows))
+        return self._owners[self._position(key) % len(self._owners)]
 
-    def bounded(self, key: bytes, loads: Sequence[float], factor: float, rows: Collection[int] | None = None) -> int:
+    def bounded(self, key: bytes, loads: Floats, factor: float, rows: Collection[int] | None = None) -> int:
         """Return the first row whose load, this request included, stays within ``⌈factor·(total + 1)/n⌉``.
 
         Args:
@@ -67,7 +75,7 @@ class Ring:
             factor: how far above the mean a worker may go, at least 1: then some worker always fits.
             rows: choose among these only (at least one); if none of them fits, the least loaded.
         """
-        bound = ceil(factor * (sum(loads) + 1) / self.size)
+        bound = ceil(factor * (float(np.add.reduce(loads)) + 1) / self.size)
         passed = []
         for row in self.walk(key, rows):
             if loads[row] + 1 <= bound:
@@ -77,6 +85,13 @@ class Ring:
 
     def _position(self, key: bytes) -> int:
         return bisect_left(self._points, mmh3.hash64(key, signed=False)[0])
+
+    def _by_distance(self, key: bytes, rows: Collection[int]) -> list[int]:
+        """Return a few of many rows in the same order, without passing the points of all others."""
+        some = np.array(sorted(set(rows)))
+        distances = self._points_of_rows[some] - np.uint64(mmh3.hash64(key, signed=False)[0])  # modulo the circle
+        order: list[int] = some[distances.min(1).argsort(kind="stable")].tolist()
+        return order
 
 
 _recent: OrderedDict[int, tuple[Sequence[str], int, Ring]] = OrderedDict()  # id of the names → names, version, ring

@@ -39,6 +39,7 @@ class Traffic:
         "_continued_tokens",
         "_conversations",
         "_ends",
+        "_everyone",
         "_known",
         "_memory_s",
         "_names",
@@ -59,11 +60,12 @@ class Traffic:
         self._conversations = 0.0
         self._ends: OrderedDict[bytes, tuple[float, float, int, bool]] = OrderedDict()
         self._known: dict[str, int] = {}  # worker → its row in _turnover
-        self._turnover: list[float] = []
-        self._reserved: list[float] = []  # tokens counted in _turnover that conversations are still to add
+        self._turnover = np.zeros(0)
+        self._reserved = np.zeros(0)  # tokens counted in _turnover that conversations are still to add
         self._names: Sequence[str] = ()  # the candidates of the last decision …
         self._version = -1
-        self._rows: list[int] = []  # … and their rows
+        self._rows = np.zeros(0, np.int64)  # … their rows …
+        self._everyone = False  # … and whether these are all, in order
 
     def advance(self, fleet: FleetView, now: float) -> None:
         """Let time pass, and follow the set of candidates. Call it first, once per decision."""
@@ -78,8 +80,8 @@ class Traffic:
             memory_decay = exp(-elapsed / self._memory_s)
             self._continued_tokens *= memory_decay
             self._conversations *= memory_decay
-            self._turnover = [turnover * memory_decay for turnover in self._turnover]
-            self._reserved = [tokens * memory_decay for tokens in self._reserved]
+            self._turnover *= memory_decay
+            self._reserved *= memory_decay
 
     def crowding(self) -> float:
         """Return ``(λ/n)/(1 − ρ)``: how many requests per second of queue a worker makes wait (M/G/1)."""
@@ -89,12 +91,8 @@ class Traffic:
 
     @property
     def turnover(self) -> Floats:
-        """Turnover of the candidates, float64 ``[n]``."""
-        return np.array(self.turnovers())
-
-    def turnovers(self) -> list[float]:
-        """Return ``turnover`` as a list."""
-        return list(map(self._turnover.__getitem__, self._rows))
+        """Turnover of the candidates, float64 ``[n]``, not to be changed."""
+        return self._turnover if self._everyone else self._turnover[self._rows]
 
     def growth_tokens(self) -> float:
         """Return how many tokens a new conversation goes on to add to its worker's cache, on average."""
@@ -133,14 +131,14 @@ class Traffic:
         """
         self._arrivals += 1.0
         self._busy_s += work_s
-        known = self._rows[row]
+        known = self._rows.item(row)
         if fresh:
             # Room that it is going to need is taken at once: conversations that begin together spread.
             taken = new_tokens + self.growth_tokens()
             self._reserved[known] += taken - new_tokens
             self._conversations += 1.0
         else:
-            taken = new_tokens - min(new_tokens, self._reserved[known])
+            taken = new_tokens - min(new_tokens, self._reserved.item(known))
             self._reserved[known] -= new_tokens - taken
             self._continued_tokens += new_tokens
         if capacity_tokens > 0:
@@ -150,14 +148,16 @@ class Traffic:
         """Find the candidates' rows; sets of candidates differ by adapter, by retry, and as workers come and go."""
         if len(self._known) > MAX_WORKERS:
             self._known = {}
-            self._turnover = []
-            self._reserved = []
+            self._turnover = np.zeros(0)
+            self._reserved = np.zeros(0)
         strangers = [name for name in fleet.names if name not in self._known]
         if strangers:
             # a newcomer at zero would attract every new conversation; at the mean it gets its share
             mean = fmean(self._turnover) if self._known else 0.0
-            self._turnover += [mean] * len(strangers)
-            self._reserved += [0.0] * len(strangers)
+            self._turnover = np.append(self._turnover, [mean] * len(strangers))
+            self._reserved = np.append(self._reserved, [0.0] * len(strangers))
             self._known |= {name: row for row, name in enumerate(strangers, start=len(self._known))}
-        self._rows = [self._known[name] for name in fleet.names]
+        rows = [self._known[name] for name in fleet.names]
+        self._rows = np.array(rows, np.int64)
+        self._everyone = rows == list(range(len(self._known)))
         self._names, self._version = fleet.names, fleet.version

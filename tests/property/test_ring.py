@@ -1,5 +1,6 @@
 from math import ceil
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def test_the_order_of_the_list_does_not_matter(workers, key, data):
 @settings(max_examples=40, deadline=None)
 @given(names, st.lists(keys, max_size=60), factors)
 def test_no_load_ever_exceeds_the_bound(workers, hashed, factor):
-    ring, loads = Ring(workers), [0] * len(workers)
+    ring, loads = Ring(workers), np.zeros(len(workers))
     for key in hashed:
         bound = ceil(factor * (sum(loads) + 1) / len(workers))
         row = ring.bounded(key, loads, factor)
@@ -59,4 +60,13 @@ def test_no_load_ever_exceeds_the_bound(workers, hashed, factor):
 def test_a_choice_among_some_rows_is_one_of_them(workers, key, data):
     rows = data.draw(st.lists(st.integers(0, len(workers) - 1), min_size=1, unique=True))
     loads = data.draw(st.lists(st.integers(0, 9), min_size=len(workers), max_size=len(workers)))
-    assert Ring(workers).bounded(key, loads, 1.25, rows) in rows
+    assert Ring(workers).bounded(key, np.array(loads), 1.25, rows) in rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), keys, st.data())
+def test_some_rows_are_met_in_the_order_in_which_all_are(size, key, data):
+    ring = Ring([f"worker-{number}" for number in range(size)])
+    rows = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=8, unique=True))
+    assert list(ring.walk(key, rows)) == [row for row in ring.walk(key) if row in rows]
+    assert ring.first(key, rows) == next(ring.walk(key, rows))

@@ -1,5 +1,6 @@
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from policies.ring import Ring, ring_of
@@ -31,7 +32,7 @@ def test_names_with_any_character_have_a_place():
 
 
 def test_the_bound_lets_a_key_stay_home_until_home_has_its_share():
-    ring, loads = ring_of(NAMES), [0] * 8
+    ring, loads = ring_of(NAMES), np.zeros(8)
     home = ring.first(b"key")
     assert ring.bounded(b"key", loads, 1.25) == home
     loads[home] = 1
@@ -39,13 +40,13 @@ def test_the_bound_lets_a_key_stay_home_until_home_has_its_share():
 
 
 def test_among_rows_that_are_all_above_the_bound_the_least_loaded_is_taken():
-    loads = [0, 0, 0, 0, 0, 0, 9, 7]
+    loads = np.array([0, 0, 0, 0, 0, 0, 9, 7])
     assert ring_of(NAMES).bounded(b"key", loads, 1.0, rows=[6, 7]) == 7
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.25, 2.0])
 def test_one_hot_key_spreads_over_the_fleet_under_the_bound(factor):
-    loads = [0] * 8
+    loads = np.zeros(8)
     for _ in range(160):
         loads[ring_of(NAMES).bounded(b"hot", loads, factor)] += 1
     assert max(loads) <= -(-factor * 160 // 8)
