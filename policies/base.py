@@ -8,10 +8,11 @@ draining, of another model or of another role.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
 
 import msgspec
@@ -268,6 +269,9 @@ class PolicyError(ValueError):
     """An unknown policy, or parameters that it does not accept; the message names the valid ones."""
 
 
+ENTRY_POINTS: Final = "kvway.policies"
+"""Where packages publish policies."""
+
 _REGISTRY: dict[str, type[Policy]] = {}
 
 P = TypeVar("P", bound=type[Policy])
@@ -280,23 +284,40 @@ def register(policy: P) -> P:
 
 
 def known_policies() -> dict[str, type[Policy]]:
-    """Return every policy by name: kvway's own, and those of installed packages (entry point ``kvway.policies``)."""
+    """Return every policy by name: kvway's own, and those of installed packages (entry point ``kvway.policies``).
+
+    A package's policy that cannot be loaded is left out: it must not keep others from being used.
+    """
     found = dict(_REGISTRY)
-    for point in entry_points(group="kvway.policies"):
+    for point in entry_points(group=ENTRY_POINTS):
         if point.name not in found:
-            found[point.name] = point.load()
+            with suppress(PolicyError):
+                found[point.name] = _load(point)
     return found
+
+
+def _load(point: EntryPoint) -> type[Policy]:
+    try:
+        policy = point.load()
+    except Exception as error:
+        raise PolicyError(f"policy {point.name!r} cannot be loaded from {point.value}: {error}") from error
+    params = getattr(policy, "Params", None)
+    if not (isinstance(params, type) and issubclass(params, msgspec.Struct) and hasattr(policy, "decide")):
+        raise PolicyError(f"{point.value} is no policy: {point.name!r} needs Params, a msgspec.Struct, and decide")
+    return cast("type[Policy]", policy)
 
 
 def create_policy(name: str, params: Mapping[str, Any] | None = None) -> Policy:
     """Build a policy from its name and its YAML parameters.
 
     Raises:
-        PolicyError: no such policy, an unknown parameter, or a value out of range.
+        PolicyError: no such policy or none that can be loaded, an unknown parameter, or a value out of range.
     """
     known = known_policies()
     policy = known.get(name)
     if policy is None:
+        for point in entry_points(group=ENTRY_POINTS, name=name):
+            _load(point)  # raises what kept it from being known
         near = get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise PolicyError(f"unknown policy {name!r}.{hint} Known policies: {', '.join(sorted(known))}.")

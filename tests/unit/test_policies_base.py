@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from policies.base import (
     known_policies,
 )
 from tests.fleets import make_fleet, make_request, make_residency
+from tests.processes import ROOT
 
 NAMES = {
     "cache-threshold",
@@ -182,3 +185,10 @@ def test_what_is_written_to_the_arrays_of_a_residency_counts():
 def test_a_residency_has_no_other_attributes():
     with pytest.raises(AttributeError, match="hits_by_tier"):
         _ = Residency.none(1).hits_by_tier
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_policy_and_each_of_its_parameters_is_documented(name):
+    page = (ROOT / "docs" / "policies.md").read_text()
+    for word in (name, *known_policies()[name].Params.__struct_fields__):
+        assert re.search(rf"`{word}(: \w+)?`", page), f"docs/policies.md does not explain {word}"
