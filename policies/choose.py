@@ -79,14 +79,25 @@ def decided(
     request: RoutingRequest,
     residency: Residency,
     row: int,
-    reason: str,
+    reason: str | None = None,
     costs: Costs | None = None,
     terms: Terms | None = None,
     predicted_ttft: float = 0.0,
 ) -> Decision:
-    """Return the decision for ``row``; ``costs`` order the fallbacks, ``terms`` explain them (neither a live view)."""
+    """Return the decision for ``row``.
+
+    Args:
+        request: what was decided about.
+        residency: of its prompt.
+        row: the chosen candidate.
+        reason: see ``Decision``; by default ``hit`` if the worker holds any of the prompt, else ``load``.
+        costs: order the fallbacks; no live view of the fleet.
+        terms: explain the costs; no live views either.
+        predicted_ttft: see ``Decision``.
+    """
+    hit = expected_hit(request, residency, row)
     explain = partial(_rows, terms) if terms else None
-    return Decision(row, expected_hit(request, residency, row), predicted_ttft, reason, costs, explain)
+    return Decision(row, hit, predicted_ttft, reason or ("hit" if hit else "load"), costs, explain)
 
 
 def _rows(terms: Terms) -> Breakdown:

@@ -57,6 +57,6 @@ class Conductor:
         prefill = prefill_of(fleet, np.maximum(request.prompt_tokens - prefix, 1), prefix)
         costs = transfer + queue + prefill + lower_tier_seconds(fleet, residency)
         row = lowest(fleet, request.key(), costs, fleet.column("running"))
-        reason = "pull" if pulls[row] else "hit" if own[row] > 0 else "load"
+        reason = "pull" if pulls[row] else None
         terms = {"pulled_tokens": prefix - own, "transfer_s": transfer, "queue_s": queue, "prefill_s": prefill}
         return decided(request, residency, row, reason, costs, terms, float(costs[row]))

@@ -24,4 +24,4 @@ class LeastWork:
         """Return the worker with the least work, this request's included."""
         work = fleet.column("pending_prefill_tokens") + uncached_tokens(request, residency)
         row = lowest(fleet, request.key(), work, fleet.column("running"))
-        return decided(request, residency, row, "hit" if residency.hit_tokens[row] > 0 else "load", work)
+        return decided(request, residency, row, None, work)

@@ -41,5 +41,4 @@ class LMetric:
         batch = running + 1.0
         costs = tokens * batch
         row = lowest(fleet, request.key(), costs, running, pending)
-        reason = "hit" if residency.hit_tokens[row] > 0 else "load"
-        return decided(request, residency, row, reason, costs, {"tokens": tokens, "batch": batch})
+        return decided(request, residency, row, None, costs, {"tokens": tokens, "batch": batch})

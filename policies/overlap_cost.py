@@ -77,7 +77,7 @@ class OverlapCost:
         costs = params.prefill_scale * prefill + decode + params.request_weight * running
         row = self._drawn(costs) if params.temperature > 0 else lowest(fleet, request.key(), costs, running)
         terms = {"prefill_blocks": prefill, "credit_blocks": credit, "decode_blocks": decode, "decay": decay}
-        return decided(request, residency, row, "hit" if residency.hit_tokens[row] > 0 else "load", costs, terms)
+        return decided(request, residency, row, None, costs, terms)
 
     def _drawn(self, costs: Floats) -> int:
         above = costs - costs.min()

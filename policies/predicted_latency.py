@@ -63,8 +63,7 @@ class PredictedLatency:
         if self._random.random() < self._params.explore:
             row, reason = self._random.randrange(len(fleet)), "explore"
         else:
-            row = lowest(fleet, request.key(), costs, fleet.column("running"))
-            reason = "hit" if residency.hit_tokens[row] > 0 else "load"
+            row, reason = lowest(fleet, request.key(), costs, fleet.column("running")), None
         terms = {"sticky": sticky, "ttft_s": ttft}
         return decided(request, residency, row, reason, costs, terms, float(ttft[row]))
 

@@ -56,5 +56,4 @@ class Sticky:
         if stays:
             costs = np.where(sticky, costs, costs + costs.max() + 1.0)  # the others behind all of them
         row = lowest(fleet, request.key(), costs, running, pending)
-        reason = "hit" if residency.hit_tokens[row] > 0 else "load"
-        return decided(request, residency, row, reason, costs, {"sticky": sticky, "queue_s": queue_s})
+        return decided(request, residency, row, None, costs, {"sticky": sticky, "queue_s": queue_s})

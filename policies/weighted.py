@@ -66,7 +66,7 @@ class Weighted:
         row = lowest(fleet, request.key(), costs, running, pending)
         if cold:
             self._sent_cold(fleet.names[row])
-        return decided(request, residency, row, "hit" if residency.hit_tokens[row] > 0 else "load", costs, scores)
+        return decided(request, residency, row, None, costs, scores)
 
     def _longest_ago(self, names: Sequence[str]) -> Floats:
         """Return 1 for whoever was given a cold request longest ago, or never, down to 0 for the last one."""
