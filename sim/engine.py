@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 from policies.base import Tier
 from sim.batch import BatchWorker
 from sim.cache import BlockChain
 from sim.disaggregation import Disaggregation
 from sim.fleet import Failure, FleetSettings
+from sim.holding import Holding, Leg, Live
 from sim.index import FleetIndex
 from sim.jobs import BatchLimits, Job
 from sim.records import Records
@@ -70,25 +70,6 @@ def simulate(
         gc.unfreeze()
 
 
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request on a worker, or on its way to one.
-
-    Attributes:
-        job: what the worker has of it.
-        replica: the gateway that sent it.
-        dispatch: how it is counted there.
-        leg: all of it, its prefill, or what comes after a prefill elsewhere.
-        life: the worker's, when it was sent.
-    """
-
-    job: Job
-    replica: int
-    dispatch: Dispatch
-    leg: Literal["whole", "prefill", "decode"]
-    life: int
-
-
 class Simulation:
     """One run; see ``simulate``."""
 
@@ -119,10 +100,12 @@ class Simulation:
         self._on_progress = on_progress
         self._up = list(range(fleet.workers))
         self._lives = [0] * fleet.workers
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
         self._held: list[int] = []  # requests that came while no worker was up
         self._retries = self._lost = 0
         self._next_of: dict[int, int] = next_turns(trace) if trace.closed_loop else {}
+        holds = fleet.gateway.order != "none"
+        self._holding: Holding | None = Holding(fleet.gateway, fleet.workers) if holds else None
         self._apart = Disaggregation(fleet.disaggregation, fleet, size) if fleet.disaggregation else None
         self._replication = Replication(fleet.replication, fleet, size) if fleet.replication else None
         self._samples = Samples(fleet.workers, fleet.sample_s)
@@ -171,7 +154,7 @@ class Simulation:
             return
         request, replica = self.trace.requests[number], number % len(self.routers)
         router, workers = self.routers[replica], self._up
-        leg: Literal["whole", "prefill"] = "whole"
+        leg: Leg = "whole"
         if self._apart is not None:
             prefill, decode = self._apart.pools(workers)
             workers = decode or prefill
@@ -180,11 +163,10 @@ class Simulation:
         dispatch = router.route(request, workers, self.now)
         self.records.decided(number, dispatch.expected_hit_tokens)
         live = self._count(number, replica, dispatch, leg)
-        self._deliver(live)
+        if self._holding is None or self._holding.admits(live, request, self.now):
+            self._deliver(live)
 
-    def _count(
-        self, number: int, replica: int, dispatch: Dispatch, leg: Literal["whole", "prefill", "decode"]
-    ) -> _Live:
+    def _count(self, number: int, replica: int, dispatch: Dispatch, leg: Leg) -> Live:
         request = self.trace.requests[number]
         job = Job(
             number,
@@ -195,17 +177,18 @@ class Simulation:
             received=leg == "decode",
             pin_s=self.settings.eviction.tool_ttl_s if request.tool_call else 0.0,
         )
-        live = self._live[number] = _Live(job, replica, dispatch, leg, self._lives[dispatch.worker])
+        live = self._live[number] = Live(job, replica, dispatch, leg, self._lives[dispatch.worker])
         self._tell_others(replica, lambda router: router.hear_dispatch(number, dispatch.flight, self.now))
         return live
 
-    def _deliver(self, live: _Live) -> None:
+    def _deliver(self, live: Live) -> None:
         """The request reaches its worker, which may have died while the prompt's KV was on its way."""
         row = live.dispatch.worker
         if live.life != self._lives[row]:
             self._leave(live)
             self._route(live.job.number)
             return
+        self.routers[live.replica].started(live.dispatch, self.now)
         worker = self.workers[row]
         worker.add(live.job, self.now)
         ends_at = worker.ends_at
@@ -239,8 +222,9 @@ class Simulation:
             self._end(self._live[job.number])
         self._start(row)
 
-    def _answer(self, live: _Live) -> None:
+    def _answer(self, live: Live) -> None:
         job = live.job
+        self._release(live)
         self.routers[live.replica].first_byte(live.dispatch, self.now)
         self._tell_others(live.replica, lambda router: router.hear_first_byte(job.number, self.now))
         if live.leg != "decode":
@@ -248,7 +232,7 @@ class Simulation:
         if live.leg != "prefill":
             self.records.answered(job.number, self.now)
 
-    def _end(self, live: _Live) -> None:
+    def _end(self, live: Live) -> None:
         self._leave(live)
         if live.leg == "prefill":
             self._hand_over(live)
@@ -256,12 +240,19 @@ class Simulation:
         self.records.finished(live.job.number, live.dispatch.worker, self.now)
         self._go_on(live.job.number)
 
-    def _leave(self, live: _Live) -> None:
+    def _leave(self, live: Live) -> None:
         """The request is no longer on its worker."""
         number = live.job.number
         del self._live[number]
+        self._release(live)
         self.routers[live.replica].end(live.dispatch, self.now)
         self._tell_others(live.replica, lambda router: router.hear_end(number, self.now))
+
+    def _release(self, live: Live) -> None:
+        """Let go what was held behind a request."""
+        if self._holding is not None:
+            for following in self._holding.left(live):
+                self._at(self.now, self._deliver, following)
 
     def _go_on(self, number: int) -> None:
         """A request is over: the conversation goes on."""
@@ -272,7 +263,7 @@ class Simulation:
         if following is not None:
             self._at(self.now + self.trace.requests[following].think_s, self._arrive, following)
 
-    def _hand_over(self, live: _Live) -> None:
+    def _hand_over(self, live: Live) -> None:
         """A prompt is computed: its KV goes to a decode worker, and the request after it."""
         assert self._apart is not None
         job, request = live.job, self.trace.requests[live.job.number]
@@ -311,13 +302,8 @@ class Simulation:
 
     def _learn(self, news: tuple[int, int, Sequence[TierChange]]) -> None:
         row, life, changes = news
-        for change in changes:
-            if change.worker != EVERYONE and life != self._lives[row]:  # of a cache that is gone
-                continue
-            if change.stored:
-                self.index.store(change.worker, change.hashes, change.tier)
-            else:
-                self.index.remove(change.worker, change.hashes, change.tier)
+        gone = life != self._lives[row]
+        self.index.apply([change for change in changes if not gone or change.worker == EVERYONE])
 
     def _observe(self, until: float) -> None:
         """Take the samples and scrapes that are due before ``until``; nothing has changed since the last event."""
@@ -343,10 +329,8 @@ class Simulation:
         if self._apart is not None and name == "transfer":
             self._apart.link.fail(until)
         for worker in self.workers:
-            for store in worker.tiers.stores if worker.tiers is not None else ():
-                if store.settings.name == name:
-                    store.read.fail(until)
-                    store.write.fail(until)
+            if worker.tiers is not None:
+                worker.tiers.lose_link(name, until)
 
     def _die(self, row: int, cold: bool) -> None:
         """A worker is gone with its caches; what it had not begun to answer goes elsewhere."""
@@ -356,7 +340,8 @@ class Simulation:
         worker, tiers = self.workers[row], [Tier.HBM, Tier.HOST]
         if cold:
             tiers.append(Tier.DISK)
-        lives = [self._live[job.number] for job in worker.abandon()]
+        lives = self._holding.give_up(row) if self._holding is not None else []
+        lives += [self._live[job.number] for job in worker.abandon()]
         for live in lives:
             self._leave(live)
         if worker.tiers is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from policies.base import Tier
+from policies.order import create_order
 from sim.profiles import LINKS, Profile, find_profile
 from sim.requests import Trace
 
@@ -114,6 +115,9 @@ class GatewaySettings:
         approximate: no events: residency is an LRU model of what was dispatched.
         tokenize_s_per_token: seconds per prompt token before a request can be routed.
         overhead_s: seconds per request before it can be routed, whatever its length.
+        order: ``none``, or in which order requests that are held go on (``policies.order``).
+        order_params: parameters of the order.
+        budget_tokens: uncached tokens that a worker is given at a time where requests are held.
     """
 
     replicas: int = 1
@@ -124,8 +128,15 @@ class GatewaySettings:
     approximate: bool = False
     tokenize_s_per_token: float = 0.0
     overhead_s: float = 0.0
+    order: str = "none"
+    order_params: dict[str, Any] = field(default_factory=dict)
+    budget_tokens: int = 8192
 
     def __post_init__(self) -> None:
+        if self.order != "none":
+            create_order(self.order, self.order_params)
+        if self.budget_tokens < 1:
+            raise ValueError(f"gateway: budget_tokens must be at least 1, not {self.budget_tokens}")
         if self.replicas < 1:
             raise ValueError(f"gateway: replicas must be at least 1, not {self.replicas}")
         if not 0 < self.metrics_s < inf:

@@ -6,7 +6,7 @@ A mask holds four bits per worker, one per tier. Prompts on their way count as h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from policies.base import N_TIERS, Residency, Tier
 from policies.recency import PrefixLru
-from sim.tiers import EVERYONE
+from sim.tiers import EVERYONE, TierChange
 
 SMALL_FLEET: Final = 24
 """Up to so many workers, lists are cheaper to build and to go through than arrays."""
@@ -48,6 +48,14 @@ class FleetIndex:
                 masks[chunk] = mask
             else:
                 masks.pop(chunk, None)
+
+    def apply(self, changes: Iterable[TierChange]) -> None:
+        """Caches have changed."""
+        for change in changes:
+            if change.stored:
+                self.store(change.worker, change.hashes, change.tier)
+            else:
+                self.remove(change.worker, change.hashes, change.tier)
 
     def clear(self, worker: int, tiers: Sequence[Tier] = tuple(Tier)) -> None:
         """A worker has lost everything that it held in these tiers."""

@@ -23,6 +23,7 @@ class Flight:
     prompt_tokens: int
     uncached_tokens: int
     prefill_s: float
+    held: bool = False
     decoding: bool = False
 
 
@@ -35,19 +36,39 @@ class Ledger:
 
     def __init__(self, fleet: FleetView) -> None:
         self._cells = cast("memoryview[float]", fleet.state.data)
-        self._prefilling: Sequence[dict[Flight, None]] = [{} for _ in fleet.names]  # in order of dispatch
+        self._prefilling: Sequence[dict[Flight, None]] = [{} for _ in fleet.names]  # in the order in which they went
+        self._held = [0] * len(fleet.names)
 
-    def dispatch(self, row: int, prompt_tokens: int, uncached_tokens: int, prefill_s: float, now: float) -> Flight:
-        """Count a request on a worker; ``prefill_s`` is how long its prefill is expected to take there."""
-        flight = Flight(row, prompt_tokens, uncached_tokens, prefill_s)
-        cells, prefilling = self._cells, self._prefilling[row]
-        if not prefilling:
-            cells[_SINCE, row] = now
-        prefilling[flight] = None
+    def dispatch(
+        self, row: int, prompt_tokens: int, uncached_tokens: int, prefill_s: float, now: float, held: bool = False
+    ) -> Flight:
+        """Count a request on a worker.
+
+        Args:
+            row: the worker.
+            prompt_tokens: length of its prompt.
+            uncached_tokens: tokens to prefill.
+            prefill_s: how long that is expected to take there.
+            now: simulated seconds.
+            held: whether it waits at the gateway; ``start`` says that it goes on.
+        """
+        flight = Flight(row, prompt_tokens, uncached_tokens, prefill_s, held)
+        cells = self._cells
         cells[_PENDING_TOKENS, row] += uncached_tokens
         cells[_PENDING_S, row] += prefill_s
         cells[_RUNNING, row] += 1
+        if held:
+            self._held[row] += 1
+        else:
+            self._prefill(flight, now)
         return flight
+
+    def start(self, flight: Flight, now: float) -> None:
+        """A request that was held goes to its worker."""
+        if flight.held:
+            flight.held = False
+            self._held[flight.row] -= 1
+            self._prefill(flight, now)
 
     def first_byte(self, flight: Flight, now: float) -> None:
         """The prefill is done."""
@@ -64,14 +85,26 @@ class Ledger:
             self._leave_prefill(flight, now, seen=False)
         cells[_RUNNING, row] -= 1
 
+    def _prefill(self, flight: Flight, now: float) -> None:
+        prefilling = self._prefilling[flight.row]
+        if not prefilling:
+            self._cells[_SINCE, flight.row] = now
+        prefilling[flight] = None
+
     def _leave_prefill(self, flight: Flight, now: float, seen: bool) -> None:
         cells, row, prefilling = self._cells, flight.row, self._prefilling[flight.row]
-        was_head = next(iter(prefilling)) is flight
-        del prefilling[flight]
-        if not prefilling:
-            cells[_PENDING_TOKENS, row] = cells[_PENDING_S, row] = cells[_SINCE, row] = 0.0
-            return
-        cells[_PENDING_TOKENS, row] -= flight.uncached_tokens
-        cells[_PENDING_S, row] = max(0.0, cells[_PENDING_S, row] - flight.prefill_s)
-        if seen or was_head:
-            cells[_SINCE, row] = now
+        if flight.held:
+            flight.held = False
+            self._held[row] -= 1
+        else:
+            was_head = next(iter(prefilling)) is flight
+            del prefilling[flight]
+            if not prefilling:
+                cells[_SINCE, row] = 0.0
+            elif seen or was_head:
+                cells[_SINCE, row] = now
+        if prefilling or self._held[row]:
+            cells[_PENDING_TOKENS, row] -= flight.uncached_tokens
+            cells[_PENDING_S, row] = max(0.0, cells[_PENDING_S, row] - flight.prefill_s)
+        else:
+            cells[_PENDING_TOKENS, row] = cells[_PENDING_S, row] = 0.0

@@ -96,6 +96,7 @@ class Router:
         self.index = index
         self.speculations = Speculations(settings.gateway.speculation_s)
         self._profile = settings.speed
+        self._holds = settings.gateway.order != "none"
         self._block_tokens = block_tokens
         self._approximate: ApproximateCaches | None = None
         if settings.gateway.approximate:
@@ -116,7 +117,7 @@ class Router:
         worker = workers[decision.worker]
         hit = min(residency.hit(decision.worker), prompt)
         new = max(1, prompt - hit)
-        flight = self.ledger.dispatch(worker, prompt, new, self._profile.ttft_s(new, hit), now)
+        flight = self.ledger.dispatch(worker, prompt, new, self._profile.ttft_s(new, hit), now, self._holds)
         sent = self.speculations.add(worker, chunks)
         return Dispatch(worker, flight, sent, decision.expected_hit_tokens, prompt + request.output_tokens)
 
@@ -132,6 +133,10 @@ class Router:
         """Return what each of ``workers`` is believed to hold of a prompt."""
         self.speculations.advance(now)
         return self.index.residency(self._chunks(request), self._block_tokens, workers, self.speculations)
+
+    def started(self, dispatch: Dispatch, now: float) -> None:
+        """A request that was held goes to its worker."""
+        self.ledger.start(dispatch.flight, now)
 
     def first_byte(self, dispatch: Dispatch, now: float) -> None:
         """The worker answers."""

@@ -268,6 +268,13 @@ class TierStack:
             store.touch(hashes[first:last], now)
         return Reload([(store.settings.tier, last - first) for store, first, last in taken], now + delay_s)
 
+    def lose_link(self, name: str, until: float) -> None:
+        """The link to the tier of this name is down."""
+        for store in self.stores:
+            if store.settings.name == name:
+                store.read.fail(until)
+                store.write.fail(until)
+
     def lose(self, tiers: Sequence[Tier]) -> None:
         """The worker's own tiers of these kinds are empty."""
         for store in self.stores:

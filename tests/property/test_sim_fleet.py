@@ -16,6 +16,7 @@ from sim.fleet import (
     EvictionSettings,
     Failure,
     FleetSettings,
+    GatewaySettings,
     ReplicationSettings,
     TierSettings,
 )
@@ -56,6 +57,12 @@ fleets = st.builds(
         ),
         max_size=3,
     ).map(tuple),
+    gateway=st.builds(
+        GatewaySettings,
+        replicas=st.integers(1, 2),
+        order=st.sampled_from(["none", "fifo", "least-work", "fair"]),
+        budget_tokens=st.sampled_from([1, 1000]),
+    ),
     replication=st.sampled_from([None, ReplicationSettings(copies=2, uses=2, interval_s=0.5)]),
 )
 

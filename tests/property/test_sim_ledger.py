@@ -18,7 +18,10 @@ NAMES = ("a", "b")
 # seconds since the last, what happens, and to whom: the row of a dispatch, or the number of a flight
 happenings = st.lists(
     st.tuples(
-        st.floats(0, 5), st.sampled_from(["dispatch", "first_byte", "end"]), st.integers(0, 9), st.integers(1, 9999)
+        st.floats(0, 5),
+        st.sampled_from(["dispatch", "hold", "start", "first_byte", "end"]),
+        st.integers(0, 9),
+        st.integers(1, 9999),
     ),
     max_size=60,
 )
@@ -35,14 +38,18 @@ def test_both_count_alike(happened):
     flights, now = [], 1.0
     for seconds, what, whom, tokens in happened:
         now += seconds
-        if what == "dispatch":
+        if what in ("dispatch", "hold"):
             name = NAMES[whom % len(NAMES)]
             worker = registry.workers[name]
             cost = (tokens * 2, tokens, tokens * 1e-4, now)
-            flights.append((theirs.dispatch(worker, *cost), ours.dispatch(NAMES.index(name), *cost)))
+            held = what == "hold"
+            flights.append((theirs.dispatch(worker, *cost, held=held), ours.dispatch(NAMES.index(name), *cost, held)))
         elif flights:
             their_flight, our_flight = flights[whom % len(flights)]
-            if what == "first_byte" and not our_flight.decoding:
+            if what == "start":
+                their_flight.start(now)
+                ours.start(our_flight, now)
+            elif what == "first_byte" and not our_flight.decoding and not our_flight.held:
                 their_flight.first_byte(now)
                 ours.first_byte(our_flight, now)
             elif what == "end":

@@ -132,6 +132,23 @@ def test_gateways_that_tell_each_other_balance_better_than_those_that_do_not():
     assert told.ttft_s.mean() <= alone.ttft_s.mean()
 
 
+def test_held_requests_are_prefilled_least_work_first():
+    lengths = {"first": 8000, "long": 6000, "short": 500, "middle": 3000}
+    requests = [
+        SimRequest(0.001 * at, [1000 * at + block for block in range(1, tokens // BLOCK)], tokens, 1, session=name)
+        for at, (name, tokens) in enumerate(lengths.items())
+    ]
+    by_order = {}
+    for order in ("fifo", "least-work"):
+        gateway = GatewaySettings(order=order, budget_tokens=1)
+        result = simulate(
+            Trace(requests, BLOCK), fleet(workers=1, capacity_tokens=65_536, gateway=gateway, max_batched_tokens=8192)
+        )
+        by_order[order] = [name for _, name in sorted(zip(result.finish_s, lengths, strict=True))]
+    assert by_order["fifo"] == ["first", "long", "short", "middle"]
+    assert by_order["least-work"] == ["first", "short", "middle", "long"]
+
+
 def test_tokenizing_comes_before_everything_else():
     trace = Trace([SimRequest(0.0, (), 2000, 1)], BLOCK)
     plain = simulate(trace, fleet(), "round-robin")
