@@ -21,6 +21,9 @@ from policies.order import Held, Turnstile, create_order
 _PENDING_TOKENS: Final = COLUMNS.index("pending_prefill_tokens")
 _TICK_S: Final = 0.02
 """While requests are held, prefills whose end cannot be seen are presumed done with this precision."""
+_TIMED_PREFILLS: Final = 16
+"""Answers that are not streamed are held only where so many prefills were seen: the end of theirs is presumed from
+the worker's speed, and a speed that is only configured may be far below what it can do."""
 
 
 class _Turn(Held):
@@ -86,6 +89,9 @@ class Dispatcher:
             Saturated: too many are held for this worker.
         """
         now = monotonic()
+        if not flight.streamed and self._ledger.timed(flight.worker) < _TIMED_PREFILLS:
+            flight.start(now)
+            return True
         line = self._lines.get(flight.worker) or self._open(flight.worker)
         turn = _Turn(flight, line, request, now)
         line.stile.budget_tokens = self._budget(line.worker)

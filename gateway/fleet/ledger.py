@@ -36,7 +36,7 @@ class _Account:
     same name, or the very same one, joins later and gets an account of its own.
     """
 
-    __slots__ = ("held", "open", "prefilling", "start_known", "started_s", "worker")
+    __slots__ = ("held", "open", "prefilling", "start_known", "started_s", "timed", "worker")
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -45,6 +45,7 @@ class _Account:
         self.prefilling: dict[Flight, None] = {}  # the others, in the order in which they went
         self.started_s = 0.0  # their prefill together
         self.start_known = False  # whether ``prefilling_since`` was seen, not presumed
+        self.timed = 0  # prefills whose start and end were seen
 
 
 class Flight:
@@ -168,6 +169,11 @@ class Ledger:
                 self._start(flight, account, now)
         return flight
 
+    def timed(self, worker: Worker) -> int:
+        """Return of how many prefills on a worker start and end were seen."""
+        account = self._accounts.get(worker)
+        return account.timed if account is not None else 0
+
     def advance(self, now: float) -> None:
         """Move on the unstreamed requests whose prefill must be done by ``now``. Call it before a decision."""
         while self._presumed and self._presumed[0][0] <= now:
@@ -216,9 +222,11 @@ class Ledger:
         took = now - state[_SINCE, row]
         was_head = next(iter(prefilling)) is flight
         del prefilling[flight]
-        if seen and account.start_known and self._on_prefill is not None:
-            cached_tokens = flight.prompt_tokens - flight.uncached_tokens
-            self._on_prefill(account.worker, flight.uncached_tokens, cached_tokens, took)
+        if seen and account.start_known:
+            account.timed += 1
+            if self._on_prefill is not None:
+                cached_tokens = flight.prompt_tokens - flight.uncached_tokens
+                self._on_prefill(account.worker, flight.uncached_tokens, cached_tokens, took)
         if not prefilling:
             account.started_s = state[_SINCE, row] = 0.0
             return

@@ -180,9 +180,23 @@ async def test_beyond_the_bound_requests_are_refused_and_told_when_to_come_again
 async def test_an_answer_that_is_not_streamed_makes_room_when_its_prefill_must_be_done() -> None:
     async with fleet() as (rig, [worker]), AsyncExitStack() as stack:
         clients = Clients(rig, stack)
-        await clients.ask("whole", 10, stream=False)
+        for number in range(16):  # so that the worker's speed is known
+            await clients.ask(f"{number}")
+            await eventually(lambda number=number: len(worker.came) == number + 1)
+            worker.prefill(f"{number}")
+        await eventually(lambda: not rig.services.registry.fleet.pending_prefill_tokens.any())
+        await clients.ask("whole", 500, stream=False)
         await clients.ask("next")
-        await eventually(lambda: worker.came == ["whole", "next"])
+        assert waiting(rig) == 1
+        await eventually(lambda: worker.came[16:] == ["whole", "next"])
+
+
+async def test_answers_that_are_not_streamed_are_not_held_where_the_speed_is_not_known() -> None:
+    async with fleet() as (rig, [worker]), AsyncExitStack() as stack:
+        clients = Clients(rig, stack)
+        for user in "abcd":
+            await clients.ask(user, 5000, stream=False)
+        await eventually(lambda: sorted(worker.came) == list("abcd"))
 
 
 async def test_what_is_held_is_explained_and_measured() -> None:
