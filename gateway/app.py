@@ -11,6 +11,7 @@ from gateway.admin.admin import admin_app
 from gateway.admin.public import public_app
 from gateway.config import Config
 from gateway.events.feeds import EventFeeds
+from gateway.fleet.discovery.discovery import Discovery
 from gateway.fleet.health import Health
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.metrics import Scraper
@@ -22,6 +23,7 @@ from gateway.index.base import ChunkIndex
 from gateway.index.memory import MemoryIndex
 from gateway.index.pools import PooledIndex
 from gateway.index.redis import RedisIndex
+from gateway.observe.discovery import export_discovery
 from gateway.observe.drift import DriftWatch
 from gateway.observe.fleet import export_fleet
 from gateway.observe.knowledge import export_knowledge
@@ -82,6 +84,9 @@ class Gateway:
         self.drift = DriftWatch(config, self.registry, self.feeds, self.observer.accuracy)
         export_knowledge(self.observer, self.feeds, self.index, self.drift)
         export_prompts(self.observer, self.prompts.checks)
+        self.discovery = Discovery(config.discovery, self.registry) if config.discovery else None
+        if self.discovery is not None:
+            export_discovery(self.observer, self.discovery)
         self.recorder = Recorder(config.recorder, config.prompt.chunk_tokens) if config.recorder.directory else None
         if self.recorder is not None:
             self.recorder.expose(self.observer)
@@ -136,6 +141,8 @@ class Gateway:
                 await part.start()
         for entry in self.config.workers:
             self.registry.add(Worker.from_config(entry))
+        if self.discovery is not None:
+            await self.discovery.start()
         self._serving = [spawn(server.run_bound(), f"serve {server.port}") for server in (self._public, self._admin)]
         await asyncio.gather(self._public.up.wait(), self._admin.up.wait())
         for task in self._serving:
@@ -162,7 +169,7 @@ class Gateway:
             await asyncio.wait(self._serving)
         upstream = self.services.upstream
         known = (self.sharing, self.feeds, upstream, self.prompts, self.index)
-        parts = (self.drift, self.scraper, self.models, self.health, *known, self.recorder)
+        parts = (self.discovery, self.drift, self.scraper, self.models, self.health, *known, self.recorder)
         for part in parts:
             if part is not None:
                 await part.close()
@@ -185,7 +192,7 @@ class Gateway:
 
     def _with_pools(self) -> ChunkIndex:
         """Return the index as requests see it. Without shared pools nothing lies between."""
-        if not any(worker.pool for worker in self.config.workers):
+        if not self.config.discovery.may_find_pools and not any(worker.pool for worker in self.config.workers):
             return self.index
         if isinstance(self.index, RedisIndex):
             return PooledIndex(self.index, self.feeds.pools, self.registry, self.index.slots_of)

@@ -19,7 +19,6 @@ from gateway.config_source import describe_mistakes, overlay_environment, read_y
 from gateway.config_workers import DiscoveryConfig, Workers
 from gateway.config_workers import KvEventsConfig as KvEventsConfig
 from gateway.config_workers import PrefillConfig as PrefillConfig
-from gateway.config_workers import TiersConfig as TiersConfig
 from gateway.config_workers import WorkerConfig as WorkerConfig
 from gateway.errors import ConfigError
 from policies.base import PolicyError, create_policy

@@ -203,7 +203,8 @@ class DiscoveryConfig(Section):
     @property
     def may_find_pools(self) -> bool:
         """Whether workers may be found that share a remote tier."""
-        return bool(self.files) or any(source.worker.pool for source in (*self.kubernetes, *self.dns))
+        settings = [source.worker for source in self.kubernetes] + [source.worker for source in self.dns]
+        return bool(self.files) or any(each.pool for each in settings)
 
 
 def _has_host_and_port(url: str) -> bool:

@@ -90,6 +90,8 @@ def _describe(gateway: Gateway, worker: Worker) -> dict[str, Any]:
         "name": worker.name,
         "url": worker.config.url,
         "state": worker.state,
+        "role": worker.config.role,
+        "domain": worker.config.domain,
         "models": worker.models,
         "slot": worker.slot,
         "block_size": worker.block_size,

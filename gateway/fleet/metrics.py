@@ -29,6 +29,7 @@ _CACHE_CONFIG_NAMES: Final = (b"vllm:cache_config_info", b"sglang:cache_config_i
 # What follows a name: {labels} or none, the value, perhaps a time. Label values may hold any character but a line end.
 _SAMPLE: Final = re.compile(rb"(?:\{(.*)\})? +(\S+)")
 _CACHE_LABEL: Final = re.compile(rb'(?:^|,)(block_size|num_gpu_blocks|page_size|num_pages)="(\d+)"')
+_RANK_LABEL: Final = re.compile(rb'[{,](?:engine|dp_rank)="(\d+)"')
 
 
 @dataclass(slots=True)
@@ -54,8 +55,15 @@ class EngineMetrics:
     prompt_tokens: float | None = None
 
 
-def parse_metrics(text: bytes) -> EngineMetrics:
-    """Read the samples this gateway uses out of a Prometheus text exposition, vLLM's or SGLang's."""
+def parse_metrics(text: bytes, rank: int | None = None) -> EngineMetrics:
+    """Read the samples this gateway uses out of a Prometheus text exposition, vLLM's or SGLang's.
+
+    Args:
+        text: the exposition.
+        rank: leave out what other data-parallel ranks say.
+    """
+    if rank is not None:
+        text = b"\n".join(line for line in text.split(b"\n") if _rank_of(line) in (None, rank))
     text = b"\n" + text
     block_size, capacity = _cache_config(text)
     usage = _values(text, *_USAGE_NAMES)
@@ -80,6 +88,12 @@ def _cache_config(text: bytes) -> tuple[int, int]:
         block_size = values.get(b"block_size") or values.get(b"page_size") or block_size
         tokens += block_size * (values.get(b"num_gpu_blocks") or values.get(b"num_pages") or 0)
     return block_size, tokens
+
+
+def _rank_of(line: bytes) -> int | None:
+    """Return the data-parallel rank that a sample is about; None if it is about none in particular."""
+    found = _RANK_LABEL.search(line)
+    return None if found is None else int(found[1])
 
 
 def _values(text: bytes, *names: bytes) -> list[float]:
@@ -175,7 +189,7 @@ class Scraper:
                 self._registry.fleet.state[[_RUNNING, _WAITING, _USAGE], worker.row] = 0.0
             return False
         seen.at = self._clock()
-        self._apply(worker, seen, parse_metrics(text))
+        self._apply(worker, seen, parse_metrics(text, worker.config.data_parallel_rank))
         return True
 
     def _apply(self, worker: Worker, seen: _Seen, metrics: EngineMetrics) -> None:

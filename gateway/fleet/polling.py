@@ -36,7 +36,8 @@ class FetchFailed(Exception):
 
 
 @cache
-def _tls() -> ssl.SSLContext:
+def system_authorities() -> ssl.SSLContext:
+    """Return a context for TLS to servers whose certificates the system's authorities have signed."""
     return ssl.create_default_context()  # reads every root certificate: once is enough
 
 
@@ -45,7 +46,7 @@ def control_client() -> httpx.AsyncClient:
     # Idle connections are dropped before the 5 s after which uvicorn drops its side.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
     # `fetch` bounds the whole call, not each read.
-    return httpx.AsyncClient(limits=limits, timeout=None, trust_env=False, verify=_tls())  # noqa: S113
+    return httpx.AsyncClient(limits=limits, timeout=None, trust_env=False, verify=system_authorities())  # noqa: S113
 
 
 async def fetch(client: httpx.AsyncClient, worker: Worker, path: str, timeout_s: float) -> tuple[int, bytes]:

@@ -212,7 +212,7 @@ class Exchange:
             self._outcome = asyncio.get_running_loop().create_future()
             self._sent_at = monotonic()
             body = asking_for_report(self.body) if self._route.asks_report else self.body
-            raw_head = head.for_worker(pool.host, len(body))
+            raw_head = head.for_worker(pool.host, len(body), pool.fields)
             upstream.send(self._resumption or self, raw_head, body, head.method == b"HEAD")
             failure = await self._outcome
             if failure is None or failure.kind is not FailureKind.STALE:

@@ -68,15 +68,19 @@ class RequestHead(msgspec.Struct):
     http10: bool = False
     expects_continue: bool = False
 
-    def for_worker(self, host: bytes, body_length: int) -> bytes:
-        """Return the head to send to the worker at ``host``, with a body of ``body_length`` bytes."""
+    def for_worker(self, host: bytes, body_length: int, own_fields: bytes = b"") -> bytes:
+        """Return the head to send to the worker at ``host``, with a body of ``body_length`` bytes.
+
+        ``own_fields`` are header lines that this worker gets besides; they win over the client's.
+        """
         length = b""
         if body_length or self.content_length is None or self.method in (b"POST", b"PUT", b"PATCH"):
             length = b"content-length: %d\r\n" % body_length
-        return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%bx-request-id: %b\r\n\r\n" % (
+        return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b%bx-request-id: %b\r\n\r\n" % (
             self.method,
             self.target,
             host,
+            own_fields,
             self.fields,
             length,
             self.request_id.encode(),

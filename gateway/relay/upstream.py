@@ -263,13 +263,15 @@ class Upstream(asyncio.Protocol):
 class WorkerPool:
     """The connections to one worker."""
 
-    __slots__ = ("_closed", "_idle", "_loop", "_ssl", "_timeout_s", "host", "worker")
+    __slots__ = ("_closed", "_idle", "_loop", "_ssl", "_timeout_s", "fields", "host", "worker")
 
     def __init__(self, worker: Worker, timeout_s: float, ssl_context: ssl.SSLContext | None) -> None:
         self.worker = worker
         port = "" if worker.port == (443 if worker.tls else 80) else f":{worker.port}"
         name = f"[{worker.host}]" if ":" in worker.host else worker.host
         self.host = f"{name}{port}".encode()
+        rank = worker.config.data_parallel_rank
+        self.fields = b"" if rank is None else b"x-data-parallel-rank: %d\r\n" % rank  # engines take the first one
         self._loop = asyncio.get_running_loop()
         self._timeout_s = timeout_s
         self._ssl = ssl_context
