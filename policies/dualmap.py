@@ -21,13 +21,14 @@ class DualMapParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of ``dualmap``.
 
     Attributes:
-        prefix_chunks: how many chunks from the beginning of the prompt make the key. They must reach beyond what all
-            prompts share, else everything lands on two workers.
+        prefix_tokens: how many tokens from the beginning of the prompt make the key, in whole chunks. They must reach
+            beyond what all prompts share, else everything lands on two workers, and no further than the first turn of
+            a conversation, else the next one has another key.
         slo_s: a worker that holds more of the prompt than the other is preferred up to this predicted time to the
             first token, in seconds.
     """
 
-    prefix_chunks: Annotated[int, msgspec.Meta(ge=1)] = 4
+    prefix_tokens: Annotated[int, msgspec.Meta(ge=1)] = 4096
     slo_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
 
 
@@ -53,8 +54,9 @@ class DualMap:
         return decided(request, residency, row, reason, ttft, {"mapped": mapped, "ttft_s": ttft}, float(ttft[row]))
 
     def _pair(self, request: RoutingRequest, fleet: FleetView) -> tuple[int, int]:
-        chunks = request.chunks[: self._params.prefix_chunks]
-        key = chunks[-1] if chunks else request.key()  # a chunk's hash depends on every chunk before it
+        chunks = request.chunks
+        count = min(-(-self._params.prefix_tokens // request.chunk_tokens), len(chunks))
+        key = chunks[count - 1] if count else request.key()  # a chunk's hash depends on every chunk before it
         ring = ring_for(fleet)
         first = ring.first(key)
         others = (row for row in ring.walk(key + b"\1") if row != first)

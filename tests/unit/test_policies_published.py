@@ -173,8 +173,8 @@ def test_dualmap_gives_a_prefix_two_workers():
     assert sum(entry["mapped"] for entry in decide("dualmap", fleet).breakdown(fleet)) == 2
 
 
-def test_dualmap_keys_on_its_first_chunks():
-    policy, fleet = create_policy("dualmap", {"prefix_chunks": 2}), make_fleet(16)
+def test_dualmap_keys_on_its_first_tokens():
+    policy, fleet = create_policy("dualmap", {"prefix_tokens": 2 * CHUNK}), make_fleet(16)
     short, long = make_request(2 * CHUNK), make_request(40 * CHUNK)
     rows = [policy.decide(request, fleet, Residency.none(16), now=0.0).worker for request in (short, long)]
     assert rows[0] == rows[1]
