@@ -161,7 +161,7 @@ class PromptPipeline:
             if isinstance(request, ChatRequest):
                 return await self._chat(request, candidates)
             return await self._completion(request, candidates)
-        except (Unreadable, TemplateError) as error:
+        except (Unreadable, TemplateError, UnicodeEncodeError) as error:  # a template can put out lone surrogates
             log.debug("a prompt cannot be read: %s", error)
             return self._unread(request)
 

@@ -66,6 +66,6 @@ def _is_mistral(directory: Path) -> bool:
 def _read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -16,6 +16,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+from jinja2.visitor import NodeTransformer
 
 from gateway.prompt.chat import Chat
 from gateway.prompt.content_format import takes_parts
@@ -24,6 +25,7 @@ from gateway.prompt.conversation import Shapes, build, developer_to_system, pars
 RENDER_LIMIT_S: Final = 5.0
 RENDER_LIMIT_CHARS: Final = 64 * 2**20
 _PIECES_BETWEEN_CHECKS: Final = 1024
+_ITEMS_BETWEEN_CHECKS: Final = 64
 _CONTINUE_HERE: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 _DICT_ATTRIBUTES: Final = frozenset(dir(dict))
 
@@ -50,6 +52,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     ``getattr`` and ``is_safe_callable`` give the sandbox's answers sooner for what templates do most.
     """
 
+    intercepted_binops = frozenset({"*", "**"})
+
     def __init__(self, **options: Any) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols], **options
@@ -58,6 +62,28 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = strftime_now
+
+    def parse_watched(self, source: str) -> jinja2.nodes.Template:
+        """Parse a template such that its loops end at the deadline."""
+        return _WatchedLoops(self).visit(self.parse(source))  # type: ignore[no-any-return]
+
+    def watched(self, items: Any) -> Any:
+        """Return what a loop goes over; where that is long, it watches the time."""
+        if isinstance(items, (list, tuple, dict, str)) and len(items) <= _ITEMS_BETWEEN_CHECKS:
+            return items
+        return self._until_deadline(items)
+
+    def _until_deadline(self, items: Any) -> Iterator[Any]:
+        for index, item in enumerate(items):
+            if index % _ITEMS_BETWEEN_CHECKS == 0:
+                self.check_time()
+            yield item
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """Multiply and raise to powers; one such operation can take all memory, or for ever."""
+        if _product_size(operator, left, right) > RENDER_LIMIT_CHARS:
+            raise TemplateError(f"the chat template makes a value of more than {RENDER_LIMIT_CHARS} characters")
+        return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look up ``obj.attribute``; message dictionaries are by far the most frequent ``obj``."""
@@ -69,11 +95,15 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def is_safe_callable(self, obj: Any) -> bool:
         """Whether a template may call ``obj``; methods of built-in types cannot carry the marks that forbid it.
 
-        Asked before every call that a template makes, which is the place to watch the time.
+        Asked before every call that a template makes, which is a place to watch the time; loops are the other one.
         """
+        self.check_time()
+        return type(obj) is BuiltinMethodType or super().is_safe_callable(obj)
+
+    def check_time(self) -> None:
+        """Raise ``TemplateError`` behind the deadline."""
         if time.monotonic() > self.deadline:
             raise TemplateError(f"the chat template took longer than {RENDER_LIMIT_S:g} s")
-        return type(obj) is BuiltinMethodType or super().is_safe_callable(obj)
 
 
 def to_json(
@@ -85,6 +115,28 @@ def to_json(
 ) -> str:
     """The ``tojson`` filter of chat templates: Jinja's own would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _WatchedLoops(NodeTransformer):
+    """Puts what each loop goes over through ``TemplateEnvironment.watched``."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        self._environment = environment
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:  # noqa: N802 - the visitor's protocol
+        self.generic_visit(node)
+        watched = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("watched"), [node.iter], [], None, None)
+        node.iter = watched.set_lineno(node.lineno).set_environment(self._environment)
+        return node
+
+
+def _product_size(operator: str, left: Any, right: Any) -> float:
+    """Return how many characters, items or bits a product or power has, roughly; 0 where it cannot be large."""
+    if operator == "**":
+        return left.bit_length() * right if isinstance(left, int) and isinstance(right, int) else 0
+    if isinstance(left, int):
+        left, right = right, left
+    return len(left) * right if isinstance(left, (str, list, tuple)) and isinstance(right, int) else 0
 
 
 def _raise_exception(message: Any) -> None:
@@ -112,9 +164,10 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._environment = TemplateEnvironment()
         try:
-            self._template = self._environment.from_string(source)
             self.parts = takes_parts(self._environment.parse(source))
-        except jinja2.TemplateError as error:
+            self._template = self._environment.from_string(self._environment.parse_watched(source))
+            source.encode()
+        except Exception as error:  # Jinja and Python refuse what is no template in their own ways
             raise TemplateError(f"the chat template is not valid: {error}") from None
         self._knows_developer = '"developer"' in source or "'developer'" in source
 
@@ -244,7 +297,7 @@ def _own_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if own is None and file.is_file():
             own = json.loads(_read(file))["chat_template"]
         return {"default": own} if isinstance(own, str) else {one["name"]: one["template"] for one in own or ()}
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise TemplateError(f"{directory}: the chat template is neither a text nor a list of named texts") from None
 
 

@@ -149,6 +149,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
         TokenizerError: a file is missing or broken.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return _load(file)
+    except TokenizerError:
+        raise
+    except Exception as error:  # what is wrong with a file may show first where a library makes use of it
+        raise TokenizerError(
+            f"{file}: is of no use, or a file beside it ({type(error).__name__}: {error}); copy the model's own files, "
+            "or set models.<name>.source to engine"
+        ) from None
+
+
+def _load(file: Path) -> Tokenizer:
     text, reference, added = _read_tokenizer(file)
     config = _read_config(file.parent)
     # transformers adds, or gives other flags to, what the configuration lists otherwise
@@ -195,7 +207,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{file}: must hold a JSON object")

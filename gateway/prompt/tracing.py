@@ -59,7 +59,7 @@ class TracingEnvironment(TemplateEnvironment):
 
     def compile_traced(self, source: str) -> jinja2.Template:
         """Compile a template so that ``~`` keeps stand-ins."""
-        return self.from_string(_Concatenations(self).visit(self.parse(source)))
+        return self.from_string(_Concatenations(self).visit(self.parse_watched(source)))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Methods of texts that stand-ins have; else as always."""

@@ -158,7 +158,15 @@ def test_a_missing_or_broken_file_is_named_and_what_to_do(content, message, tmp_
     assert str(tmp_path / "tokenizer.json") in str(caught.value)
 
 
-@pytest.mark.parametrize("config", ["[]", "{", '{"added_tokens_decoder": {"x": {"content": "t"}}}'])
+def test_a_file_in_which_libraries_find_no_tokenizer_is_named(tmp_path):
+    broken = {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}, "added_tokens": []}
+    content = json.loads(train("split", []).to_str()) | broken
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: is of no use"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[]", "{", "[" * 100_000, '{"added_tokens_decoder": {"x": {"content": "t"}}}'])
 def test_a_broken_configuration_is_named(config, tmp_path):
     save(reference(), tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(config)
