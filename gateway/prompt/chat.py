@@ -75,6 +75,7 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
     if not isinstance(given, dict) or not _RESERVED.isdisjoint(given):
         raise Unreadable("chat_template_kwargs")
     variables = {key: value for key, value in given.items() if value is not None and value != "auto"}
+    variables.pop("continue_final_message", None)  # no variable, and the request's own field counts
     documents = decode_raw(bytes(request.documents))
     if documents is not None:
         variables["documents"] = documents

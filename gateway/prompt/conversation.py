@@ -42,6 +42,13 @@ _PART_FIELDS: Final = frozenset(
     "prompt_cache_breakpoint refusal text thinking type uuid video_embeds video_url".split()
 )
 _CALL_FIELDS: Final = ("arguments", "name")
+# Fields of functions in vLLM's order, and their types; with others, the order is another one.
+_FUNCTION_FIELDS: Final[dict[str, Any]] = {
+    "name": str,
+    "description": str,
+    "parameters": dict,
+    "strict": (bool, type(None)),
+}
 BILLING_HEADER: Final = "x-anthropic-billing-header"  # changes with every request; vLLM drops that line
 
 
@@ -151,7 +158,7 @@ def _outline_one(message: Message, parts: bool, name_first: bool, leaves: list[s
         leaves.append(_text(tool_call_id))
     others = {key: value for key in ("name", "task") if isinstance(value := getattr(message, key), str)}
     if role == "developer":
-        others["tools"] = message.tools
+        others["tools"] = _developer_tools(message.tools)
     shape = Shape(
         role, part_shapes, reasoning is not None, tool_call_id is not None, calls, msgspec.json.encode(others)
     )
@@ -162,6 +169,8 @@ def _content(message: Message) -> tuple[list[_Part], bool]:
     """Return the message's parts, and whether there are media among them."""
     content = message.content
     parts: list[Any] = [] if content is None else [content] if isinstance(content, str) else content
+    if message.role == "system":
+        parts = _without_billing_header(parts)
     found: list[_Part] = []
     has_media = False
     for part in parts:
@@ -182,8 +191,6 @@ def _content(message: Message) -> tuple[list[_Part], bool]:
             has_media = True
         else:
             raise Unreadable(f"content part of type {kind!r}")
-    if message.role == "system":
-        found = _without_billing_header(found)
     return found, has_media
 
 
@@ -193,14 +200,34 @@ def _modality(part: dict[str, Any], kind: Any) -> str | None:
     return next((modality for field, modality in _MODALITIES.items() if field in part), None)
 
 
-def _without_billing_header(parts: list[_Part]) -> list[_Part]:
-    kept: list[_Part] = []
-    for text, others in parts:
-        if text is None or not text.startswith(BILLING_HEADER):
-            kept.append((text, others))
+def _without_billing_header(parts: list[Any]) -> list[Any]:
+    kept: list[Any] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
+            kept.append(part)
         elif rest := text.partition("\n")[2]:
-            kept.append((rest, others))
+            kept.append(rest if text is part else {**part, "text": rest})
     return kept
+
+
+def _developer_tools(tools: Any) -> Any:
+    """Return the tools of a developer message with their fields in the order into which vLLM's validation puts them."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise Unreadable("tools of a developer message are not a list")
+    ordered = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict):
+            raise Unreadable("a tool that is not a function")
+        for field, kinds in _FUNCTION_FIELDS.items():
+            if field in function and not isinstance(function[field], kinds):
+                raise Unreadable(f"a function whose {field} is {type(function[field]).__name__}")
+        fields = {field: function[field] for field in _FUNCTION_FIELDS if field in function}
+        ordered.append({"function": fields | function} | {key: tool[key] for key in tool if key != "function"})
+    return ordered
 
 
 def _outline_calls(calls: Any, name_first: bool, leaves: list[str]) -> tuple[tuple[bytes, bytes], ...] | None:

@@ -153,6 +153,46 @@ def test_a_template_that_never_ends_is_stopped(monkeypatch):
         render(endless, USER)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set s = namespace(n=0) %}{% for a in m %}{% for b in m %}{% set s.n = s.n + 1 %}{% endfor %}{% endfor %}",
+        "{% for a in m %}{% if a in n %}x{% endif %}{% endfor %}",
+        "{% for a in m %}{% for b in 'xy' %}{% set c = m | sum %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_loops_without_calls_or_output_are_stopped_too(monkeypatch, source):
+    monkeypatch.setattr("gateway.prompt.template.RENDER_LIMIT_S", 0.02)
+    many = {"m": list(range(3000)), "n": list(range(5000, 8000))}
+    with pytest.raises(TemplateError, match="longer than"):
+        render(source, USER, chat_template_kwargs=many)
+
+
+@pytest.mark.parametrize("source", ["{{ 'x' * 10**9 }}", "{{ 10**9 * 'x' }}", "{{ [0] * 10**9 }}", "{{ 9**(9**9) }}"])
+def test_a_template_that_multiplies_too_much_is_stopped_before(source):
+    with pytest.raises(TemplateError, match="makes a value of more"):
+        render(source, USER)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'ab' * 2 }}{{ 2 * 'ab' }}{{ 3 * 4 }}{{ 2 ** 8 }}{{ 1.5 * 2 }}{{ 2 ** 0.5 > 1 }}", "abababab122563.0True"),
+        (
+            "{% for i in m %}{{ loop.length }}{{ loop.revindex }}{{ ',' if not loop.last }}{% break %}{% endfor %}",
+            "100100,",
+        ),
+        ("{% for i in m if i > 97 %}{{ loop.index }}{{ i }}{{ loop.nextitem }}{% endfor %}", "19899299"),
+        (
+            "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% for x in nothing %}{% else %}-{% endfor %}",
+            "a1-",
+        ),
+    ],
+)
+def test_watching_the_time_changes_nothing(source, expected):
+    assert render(source, USER, chat_template_kwargs={"m": list(range(100))}) == expected
+
+
 def test_a_template_that_puts_out_too_much_is_stopped(monkeypatch):
     monkeypatch.setattr("gateway.prompt.template.RENDER_LIMIT_CHARS", 1000)
     with pytest.raises(TemplateError, match="more than 1000 characters"):
@@ -162,6 +202,12 @@ def test_a_template_that_puts_out_too_much_is_stopped(monkeypatch):
 def test_a_template_that_is_not_jinja_is_refused_at_once():
     with pytest.raises(TemplateError, match="not valid"):
         ChatTemplate("{% if %}", {})
+
+
+@pytest.mark.parametrize("source", ["{{ " + "(" * 5000 + ")" * 5000 + " }}", "\ud800", 5])
+def test_a_template_that_python_cannot_compile_is_refused_as_well(source):
+    with pytest.raises(TemplateError, match="not valid"):
+        ChatTemplate(source, {})
 
 
 def test_a_final_message_that_the_template_trims_is_continued_without_its_space():
@@ -188,6 +234,38 @@ def test_a_final_message_is_not_both_continued_and_answered():
 def test_tools_that_an_engine_refuses_are_left_to_it(tools):
     with pytest.raises(Unreadable):
         parse_tools(json.dumps(tools).encode())
+
+
+def test_the_billing_header_goes_from_the_texts_of_system_messages_alone():
+    parts = [
+        {"type": "thinking", "thinking": "x-anthropic-billing-header: 1"},
+        {"type": "text", "text": "x-anthropic-billing-header: 2\nrest", "x": 1},
+        "x-anthropic-billing-header: 3\nmore",
+        "x-anthropic-billing-header: 4",
+    ]
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert render(source, {"role": "system", "content": parts}) == "x-anthropic-billing-header: 1\nrest\nmore"
+
+
+def test_tools_of_a_developer_message_come_in_vllms_order():
+    function = {"strict": True, "parameters": {"b": 1, "a": 2}, "name": "f", "x": 3, "description": "d"}
+    message = {"role": "developer", "content": "", "tools": [{"type": "function", "function": function, "y": 1}]}
+    assert render("{{ messages[0].tools | tojson if 'developer' else '' }}", message) == (
+        '[{"function": {"name": "f", "description": "d", "parameters": {"b": 1, "a": 2}, "strict": true, "x": 3}, '
+        '"type": "function", "y": 1}]'
+    )
+
+
+@pytest.mark.parametrize("tools", ["x", [1], [{"function": 1}], [{"function": {"name": "f", "description": None}}]])
+def test_tools_of_a_developer_message_that_vllm_may_order_otherwise_are_left_to_it(tools):
+    with pytest.raises(Unreadable):
+        render("{{ messages }}", {"role": "developer", "content": "", "tools": tools})
+
+
+def test_continuing_the_final_message_is_no_variable_of_the_template():
+    variables = {"continue_final_message": True, "add_generation_prompt": False}
+    source = "{{ continue_final_message | default('none') }}{{ add_generation_prompt }}"
+    assert render(source, USER, chat_template_kwargs=variables) == "noneTrue"
 
 
 def test_tools_keep_what_vllm_keeps_in_its_order():
