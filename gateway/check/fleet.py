@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import httpx
 import zmq.asyncio
 
+from gateway.check.discovery import find_workers
 from gateway.check.engine import Engine, look_at_engine
 from gateway.check.events import EventCheck
 from gateway.check.findings import Finding, Notebook
@@ -47,7 +48,7 @@ class _Tools:
 
 
 async def check_fleet(config: Config, options: CheckOptions) -> list[Finding]:
-    """Look at every worker and at the shared index; workers are looked at side by side.
+    """Look at every worker, listed or found, and at the shared index; workers are looked at side by side.
 
     Args:
         config: the gateway's.
@@ -56,13 +57,14 @@ async def check_fleet(config: Config, options: CheckOptions) -> list[Finding]:
     Returns:
         Findings, those about one subject together, in the order of the configuration.
     """
-    if not config.workers:
+    if not config.workers and not config.discovery:
         notes = Notebook("config")
-        notes.problem("workers", "no workers are configured", "list them under workers:")
+        notes.problem("workers", "no workers are configured", "list them under workers:, or see docs/discovery.md")
         return notes.findings
     tools = _Tools(config, options, control_client(), PromptPipeline(config), zmq.asyncio.Context())
     try:
-        books = await asyncio.gather(*(_check_worker(worker, tools) for worker in config.workers))
+        workers, books = await find_workers(config, tools.client, options.timeout_s)
+        books += await asyncio.gather(*(_check_worker(worker, tools) for worker in workers))
     finally:
         await tools.pipeline.close()
         await tools.client.aclose()

@@ -36,7 +36,7 @@ class Reporter:
 
     Args:
         name: of the source, after its place in the configuration: ``dns[0]``.
-        on_found: called whenever ``workers`` is new.
+        on_said: called whenever the source has said something.
 
     Attributes:
         workers: what the source said last; stays while it fails.
@@ -46,14 +46,14 @@ class Reporter:
         succeeded_at: when all went well last, Unix seconds; 0 before the first time.
     """
 
-    def __init__(self, name: str, on_found: Callable[[], None]) -> None:
+    def __init__(self, name: str, on_said: Callable[[], None]) -> None:
         self.name = name
         self.workers: Sequence[Found] = ()
         self.refused: Sequence[str] = ()
         self.problem = ""
         self.errors = 0
         self.succeeded_at = 0.0
-        self._on_found = on_found
+        self._on_said = on_said
 
     def found(self, workers: Sequence[Found], refused: Sequence[str] = (), complete: bool = True) -> None:
         """Say what there is now.
@@ -73,7 +73,7 @@ class Reporter:
                 log.warning("%s: %s", self.name, message)
         self.refused = refused
         self.workers = workers
-        self._on_found()
+        self._on_said()
 
     def failed(self, message: str) -> None:
         """Nothing could be found out; what was found before still holds."""
@@ -81,6 +81,7 @@ class Reporter:
         if message != self.problem:
             log.warning("%s: %s; what was found before still counts", self.name, message)
         self.problem = message
+        self._on_said()
 
 
 class Source(Protocol):
