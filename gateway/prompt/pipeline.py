@@ -129,7 +129,9 @@ class PromptPipeline:
         self._executor = ThreadPoolExecutor(2, "kvway-prompt")
         hasher = ChunkHasher(settings.chunk_tokens, settings.hash_seed)
         share = settings.segment_cache_bytes // 5
-        self._messages = KnownMessages(share)
+        # hashes that a client can make collide must not decide what an engine answers
+        passing = any(model.pass_token_ids for model in config.models.values())
+        self._messages = None if passing else KnownMessages(share)
         self._chains = Chains(hasher, share)
         self._models = load_models(config.models.values(), 2 * share, self._executor)
         self._engine = EngineTokenizer(share)

@@ -9,7 +9,9 @@ import pytest
 
 from gateway.config import Config
 from gateway.prompt.passing import with_token_ids
+from gateway.prompt.pipeline import PromptPipeline
 from gateway.prompt.tokenizer import pack
+from tests.prompt_rig import TINY, ids_of, prompt_of
 
 IDS = [1, 70_000, 3]
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hä?"}], "stream": True, "temperature": 0.1}
@@ -45,6 +47,16 @@ def test_what_the_ids_would_disturb_is_sent_as_it_came(body, more):
 def test_without_ids_and_without_readable_json_nothing_is_made():
     assert with_token_ids(json.dumps(CHAT).encode(), b"") is None
     assert with_token_ids(b'{"messages": [], "temperature": NaN}', pack(IDS)) is None
+
+
+async def test_where_ids_are_passed_on_no_message_is_taken_for_another_with_its_hash(monkeypatch):
+    monkeypatch.setattr("gateway.prompt.parsing.mmh3_x64_128_digest", lambda raw: b"the same")
+    bodies = [{"messages": [{"role": "user", "content": letter * 10_000}]} for letter in "ab"]
+    models = {"*": {"tokenizer": str(TINY), "pass_token_ids": True}}
+    pipeline = PromptPipeline(Config.model_validate({"models": models}))
+    one, other = [ids_of(await prompt_of(pipeline, "/v1/chat/completions", body)) for body in bodies]
+    assert one != other
+    await pipeline.close()
 
 
 def test_ids_are_not_passed_on_without_a_self_check():
