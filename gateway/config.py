@@ -227,7 +227,8 @@ class DispatchConfig(Section):
     """When a request goes to its worker: at once, or held here until its turn."""
 
     order: str = Field(
-        "none", description="none, or in which order held requests go on: fifo, least-work, fair; see docs/policies.md"
+        "least-work",
+        description="none, or in which order held requests go on: fifo, least-work, fair; see docs/dispatch.md",
     )
     params: dict[str, Any] = Field({}, description="parameters of the order")
     budget_tokens: int = Field(
