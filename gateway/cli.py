@@ -10,6 +10,7 @@ import typer
 
 from gateway import __version__
 from sim.commands import sim_app
+from sim.load.commands import load
 from sim.plan_commands import plan_app
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 
 app.add_typer(sim_app, name="sim")
 app.add_typer(plan_app, name="plan")
+app.command()(load)
 
 ConfigOption = Annotated[
     Path | None,

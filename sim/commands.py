@@ -195,7 +195,7 @@ def _check_outputs(report: Path | None, save: Path | None) -> None:
         if path is not None:
             check_writable(path)
     if report is not None:
-        from sim.report import check_plotting
+        from sim.page import check_plotting
 
         check_plotting()
 

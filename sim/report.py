@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from html import escape
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from policies.base import Tier
 from sim.experiment import Outcome, compare
+from sim.page import new_figure, page, plain_numbers, plotting, section, table
 from sim.results import SimResult
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 _MAX_POLICIES: Final = 8  # as many as colours can be told apart
 _CURVE_POINTS: Final = 400
 _TIER_COLOURS: Final = {Tier.HBM: "#2f6db3", Tier.HOST: "#58a65c", Tier.DISK: "#e0a030", Tier.REMOTE: "#b05fb0"}
-_STYLE: Final = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "kvway",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-}
-_PAGE: Final = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }}
-h1 {{ font-size: 1.5rem }} h2 {{ font-size: 1.1rem; margin-top: 2.2rem }} p {{ color: #555 }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #e4e4e4 }}
-th:first-child, td:first-child {{ text-align: left; white-space: nowrap }} .wide {{ overflow-x: auto }}
-svg {{ max-width: 100%; height: auto }}
-</style></head><body>
-<h1>{title}</h1>
-{body}
-</body></html>
-"""
-
-
-def check_plotting() -> None:
-    """Refuse before the work is done what could not be drawn after it.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'kvway[report]', or leave out --report")
 
 
 def render(title: str, outcomes: Sequence[Outcome]) -> str:
@@ -69,8 +30,6 @@ def render(title: str, outcomes: Sequence[Outcome]) -> str:
     Returns:
         HTML that refers to nothing outside itself.
     """
-    import matplotlib as mpl
-
     rows = compare(outcomes)
     kept = [outcome for outcome in outcomes if outcome.result is not None]
     last = kept[-1].case.cell
@@ -78,14 +37,14 @@ def render(title: str, outcomes: Sequence[Outcome]) -> str:
     shown = shown[:_MAX_POLICIES]
     where = ", ".join(f"{key} {value:g}" for key, value in last.items())
     at = f" At {where}." if where else ""
-    with mpl.rc_context(_STYLE):  # type: ignore[arg-type]  # its stubs name every key
+    with plotting():
         parts = [
             _table(rows, list(last)),
-            _section("Time to first token", f"Share of requests that had their first token by then.{at}", _cdf(shown)),
-            _section("Hit rate by tier", f"Share of the prompt tokens that arrived and came from each tier.{at}",
+            section("Time to first token", f"Share of requests that had their first token by then.{at}", _cdf(shown)),
+            section("Hit rate by tier", f"Share of the prompt tokens that arrived and came from each tier.{at}",
                      _hits(shown)),
-            _section("Load per worker", f"Requests in the batch and waiting at each worker.{at}", _loads(shown)),
-            _section("Cost against time to first token", "Each point is a policy and a fleet; the line joins those "
+            section("Load per worker", f"Requests in the batch and waiting at each worker.{at}", _loads(shown)),
+            section("Cost against time to first token", "Each point is a policy and a fleet; the line joins those "
                      "that nothing betters in both.", _pareto(rows)),
         ]  # fmt: skip
         for key in last:
@@ -93,47 +52,25 @@ def render(title: str, outcomes: Sequence[Outcome]) -> str:
                 others = {name: each for name, each in last.items() if name != key}
                 also = "".join(f", {name} {each:g}" for name, each in others.items())
                 figure = _sweep([row for row in rows if all(row[n] == v for n, v in others.items())], key)
-                parts.append(_section(f"Time to first token over {key}", f"Mean, over {key}{also}.", figure))
-    return _PAGE.format(title=escape(f"kvway sim: {title}"), body="\n".join(parts))
-
-
-def _section(title: str, about: str, figure: Figure) -> str:
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", bbox_inches="tight", metadata={"Date": None})
-    svg = drawn.getvalue()
-    return f"<h2>{escape(title)}</h2>\n<p>{escape(about)}</p>\n{svg[svg.index('<svg') :]}"
-
-
-def _figure(panels: int, columns: int, height: float) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    lines = -(-panels // columns)
-    figure = Figure(figsize=(9.5, height * lines), layout="constrained")
-    axes = [figure.add_subplot(lines, columns, number + 1) for number in range(panels)]
-    return figure, axes
-
-
-def _plain(axis: Axis) -> None:
-    """Write the numbers of a logarithmic axis out, not as powers of ten."""
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+                parts.append(section(f"Time to first token over {key}", f"Mean, over {key}{also}.", figure))
+    return page(f"kvway sim: {title}", parts)
 
 
 def _cdf(results: Sequence[SimResult]) -> Figure:
-    figure, [axes] = _figure(1, 1, 3.8)
+    figure, [axes] = new_figure(1, 1, 3.8)
     for result in results:
         known = np.sort(result.ttft_s[np.isfinite(result.ttft_s)])
         if len(known):
             shares = np.linspace(0, 1, min(_CURVE_POINTS, len(known)))
             axes.plot(np.quantile(known, shares), shares, label=result.policy)
     axes.set(xscale="log", xlabel="TTFT, s", ylabel="share of requests", ylim=(0, 1))
-    _plain(axes.xaxis)
+    plain_numbers(axes.xaxis)
     axes.legend(loc="lower right")
     return figure
 
 
 def _hits(results: Sequence[SimResult]) -> Figure:
-    figure, panels = _figure(len(results), min(2, len(results)), 2.6)
+    figure, panels = new_figure(len(results), min(2, len(results)), 2.6)
     for axes, result in zip(panels, results, strict=True):
         times, rates = result.hit_rates_over_time()
         arrived = ~np.isnan(rates[:, 0])
@@ -149,7 +86,7 @@ def _hits(results: Sequence[SimResult]) -> Figure:
 def _loads(results: Sequence[SimResult]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
-    figure, panels = _figure(len(results), min(2, len(results)), 2.6)
+    figure, panels = new_figure(len(results), min(2, len(results)), 2.6)
     loads = [(result.running + result.waiting).T for result in results]
     most = max((load.max(initial=1) for load in loads), default=1)
     mesh: Any = None
@@ -167,7 +104,7 @@ def _loads(results: Sequence[SimResult]) -> Figure:
 
 
 def _pareto(rows: Sequence[dict[str, Any]]) -> Figure:
-    figure, [axes] = _figure(1, 1, 3.8)
+    figure, [axes] = new_figure(1, 1, 3.8)
     for policy in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == policy]
         costs = [row["cost_per_1k_requests"] for row in own]
@@ -175,7 +112,7 @@ def _pareto(rows: Sequence[dict[str, Any]]) -> Figure:
     best = frontier([(row["cost_per_1k_requests"], row["ttft_p90_s"]) for row in rows])
     axes.plot([cost for cost, _ in best], [ttft for _, ttft in best], color="#888", linewidth=1, zorder=0)
     axes.set(xlabel="cost per 1,000 requests", ylabel="TTFT p90, s", yscale="log")
-    _plain(axes.yaxis)
+    plain_numbers(axes.yaxis)
     axes.legend()
     return figure
 
@@ -190,14 +127,14 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _sweep(rows: Sequence[dict[str, Any]], key: str) -> Figure:
-    figure, [axes] = _figure(1, 1, 3.8)
+    figure, [axes] = new_figure(1, 1, 3.8)
     for policy in dict.fromkeys(row["policy"] for row in rows):
         own = sorted((row for row in rows if row["policy"] == policy), key=lambda row: float(row[key]))
         errors = [row["errors"].get("ttft_mean_s", 0.0) for row in own]
         values = [row["ttft_mean_s"] for row in own]
         axes.errorbar([row[key] for row in own], values, yerr=errors, marker="o", capsize=3, label=policy)
     axes.set(xlabel=key, ylabel="TTFT mean, s", yscale="log")
-    _plain(axes.yaxis)
+    plain_numbers(axes.yaxis)
     axes.legend()
     return figure
 
@@ -215,10 +152,10 @@ def _table(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> str:
         ("cost per 1,000", "cost_per_1k_requests", "{:.2f}"),
     )
     swept = [key for key in keys if key != "workers"]
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("policy", *swept, *(name for name, _, _ in columns)))
+    head = ["policy", *swept, *(name for name, _, _ in columns)]
     lines = []
     for row in rows:
-        cells = [escape(str(row["policy"])), *(f"{row[key]:g}" for key in swept)]
+        cells = [str(row["policy"]), *(f"{row[key]:g}" for key in swept)]
         cells += [form.format(row[key] * (1e3 if "ms" in name else 1)) for name, key, form in columns]
-        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f'<div class="wide"><table><tr>{head}</tr>\n' + "\n".join(lines) + "\n</table></div>"
+        lines.append(cells)
+    return table(head, lines)

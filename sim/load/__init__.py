@@ -1,0 +1,1 @@
+"""Load tests of any OpenAI-compatible endpoint: scenarios, a locustfile, and ``kvway load``."""
