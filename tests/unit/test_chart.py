@@ -11,7 +11,9 @@ import kubernetes_validate
 import pytest
 from helm_python import lint
 from helm_python.errors import HelmError
+from typer.main import get_command
 
+from gateway.cli import app
 from gateway.config import Config
 from gateway.index.redis_address import parse_url
 from tests import chart
@@ -37,7 +39,7 @@ EVERYTHING: dict[str, Any] = {
     "service": {"type": "NodePort", "nodePort": 30080, "annotations": {"a": "b"}},
     "serviceAccount": {"annotations": {"a": "b"}},
     "networkPolicy": {"enabled": True, "egress": [{"to": [{"podSelector": {"matchLabels": {"app": "vllm"}}}]}]},
-    "loadTest": {"enabled": True, "args": ["chat", "--url", "$(KVWAY_URL)"]},
+    "loadTest": {"enabled": True},
     "config": {"recorder": {"directory": "/traces"}},
 }
 DISCOVERY: dict[str, Any] = {"config": {"discovery": {"kubernetes": [{"selector": "app=vllm"}]}}}
@@ -126,6 +128,15 @@ def test_every_mount_has_its_volume_and_every_object_its_own_name(layers):
         assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
     names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in objects]
     assert len(set(names)) == len(names)
+
+
+@every_way
+def test_containers_run_commands_that_there_are(layers):
+    kvway = get_command(app)
+    specs = [each["spec"]["template"]["spec"] for each in render(*layers) if "template" in each.get("spec", {})]
+    for container in (container for spec in specs for container in spec["containers"] if "args" in container):
+        name, *words = container["args"]
+        kvway.commands[name].make_context(name, words)  # refuses what it does not know
 
 
 @pytest.mark.parametrize("name", chart.GOLDEN)
@@ -324,7 +335,7 @@ MISTAKES = [
     (SIMULATED | {"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": 0}}, "no target"),
     (SIMULATED | {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}, "enable one"),
     (SIMULATED | {"httpRoute": {"enabled": True}}, "parentRefs"),
-    (SIMULATED | {"loadTest": {"enabled": True}}, "loadTest.args"),
+    (SIMULATED | {"loadTest": {"url": "kvway:80"}}, "/loadTest/url"),
 ]
 
 

@@ -33,7 +33,8 @@ def generator() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def metrics() -> set[str]:
     """Every metric that a gateway exposes, whatever is switched on."""
-    gateway = Gateway(Config.model_validate({"index": {"backend": "redis"}}))
+    found = {"dns": [{"name": "workers"}]}
+    gateway = Gateway(Config.model_validate({"index": {"backend": "redis"}, "discovery": found}))
     return set(re.findall(r"^# TYPE (\S+)", gateway.observer.render().decode(), re.MULTILINE))
 
 

@@ -52,7 +52,4 @@
 {{- if and $values.httpRoute.enabled (not $values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.enabled is set, so httpRoute.parentRefs must name a Gateway" -}}
 {{- end -}}
-{{- if and $values.loadTest.enabled (not $values.loadTest.args) -}}
-{{- fail "loadTest.enabled is set, so loadTest.args must say what to run; see docs/load-testing.md" -}}
-{{- end -}}
 {{- end -}}
