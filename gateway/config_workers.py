@@ -138,7 +138,7 @@ class FoundConfig(WorkerSettings):
         1,
         ge=1,
         le=1024,
-        description="data-parallel ranks behind one port; where the engine is asked, it says so itself",
+        description="data-parallel ranks behind one port; goes with kv_events_port",
     )
 
     @classmethod

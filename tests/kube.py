@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -42,6 +43,7 @@ class ApiServer:
         faults: what goes wrong the next time: ``page`` (a list's second page has expired) or ``version`` (what was
             listed is too old to be watched from).
         asked: path and query of every request.
+        connections: how many there have been.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,7 @@ class ApiServer:
         self.token: str | None = None
         self.faults: set[str] = set()
         self.asked: list[tuple[str, dict[str, str]]] = []
+        self.connections = 0
         self.port = 0
         self._objects: dict[str, Object] = {}
         self._version = 100
@@ -133,6 +136,7 @@ class ApiServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
+        self.connections += 1
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -198,16 +202,26 @@ class ApiServer:
         gone = asyncio.ensure_future(reader.read(1))
         gone.add_done_callback(lambda _: news.set())
         try:
-            while not gone.done() and not writer.transport.is_closing():
-                for version, kind, thing in self._history:
-                    if version > sent:
-                        sent = version
-                        _write(writer, {"type": kind, "object": thing})
-                news.clear()
-                await news.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(int(query["timeoutSeconds"])):
+                    await self._tell_all(sent, news, gone, writer)
+                    return
+            writer.write(b"0\r\n\r\n")
         finally:
             gone.cancel()
+            await asyncio.wait([gone])
             del self._watches[writer]
+
+    async def _tell_all(
+        self, sent: int, news: asyncio.Event, gone: asyncio.Future[bytes], writer: asyncio.StreamWriter
+    ) -> None:
+        while not gone.done() and not writer.transport.is_closing():
+            for version, kind, thing in self._history:
+                if version > sent:
+                    sent = version
+                    _write(writer, {"type": kind, "object": thing})
+            news.clear()
+            await news.wait()
 
 
 def _write(writer: asyncio.StreamWriter, line: Object) -> None:

@@ -63,6 +63,7 @@ def parse_sglang_sources(body: bytes, host: str) -> list[EventSource]:
             replay_port = info.get("replay_endpoint_port_base")
             topic, own_host = str(info.get("topic") or ""), info.get("endpoint_host") or "*"
             host = host if own_host in ("*", "0.0.0.0", "::", "[::]") else str(own_host)  # noqa: S104 - compared
+            host = f"[{host}]" if ":" in host and not host.startswith("[") else host
             return [
                 EventSource(
                     rank,

@@ -134,6 +134,30 @@ async def test_a_delete_that_no_watch_told_is_seen_by_the_next_list(server: ApiS
         assert {query["resourceVersionMatch"] for query in later} == {"NotOlderThan"}
 
 
+async def test_a_watch_that_the_server_ends_in_time_is_followed_on_the_same_connection(
+    server: ApiServer, registry: Registry
+) -> None:
+    server.put(pod("a"))
+    server.zones["node-1"] = "zone-a"
+    async with following(server, registry, relist_s=2.0) as source:
+        await until(lambda: server.watching == 1 and "a" in registry.workers)
+        connections = server.connections
+        await until(lambda: server.count(watches=True) == 2)
+        assert (source.errors, server.connections) == (0, connections)
+
+
+async def test_a_watch_that_ends_early_is_a_failure_that_is_recovered_from(
+    server: ApiServer, registry: Registry
+) -> None:
+    async with following(server, registry) as source:
+        await until(lambda: server.watching == 1)
+        server.put(pod("a"), quietly=True)
+        server.cut(half=b"")  # an empty chunk is the end
+        await until(have(registry, "a"))
+        assert "ended early" in source.problem or source.problem == ""
+        assert source.errors == 1
+
+
 async def test_a_version_that_is_gone_leads_to_a_list(server: ApiServer, registry: Registry) -> None:
     server.put(pod("a"))
     async with following(server, registry) as source:

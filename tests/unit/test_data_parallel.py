@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.config import WorkerConfig
+from gateway.events.sources import parse_sglang_sources
 from gateway.fleet.metrics import parse_metrics
 from gateway.fleet.registry import Worker
 from gateway.relay.head import read_request_head
@@ -42,3 +43,11 @@ async def test_requests_to_a_rank_name_it_before_anything_the_client_says() -> N
 
     assert b"host: 10.0.0.1:8000\r\nx-data-parallel-rank: 1\r\nx-data-parallel-rank: 7\r\n" in head_for(1)
     assert b"host: 10.0.0.1:8000\r\nx-data-parallel-rank: 7\r\n" in head_for(None)
+
+
+def test_sglang_on_an_address_of_six_has_brackets_in_its_endpoints() -> None:
+    info = b'{"kv_events": {"endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2}}'
+    assert [source.endpoint for source in parse_sglang_sources(info, "fd00::7")] == [
+        "tcp://[fd00::7]:5557",
+        "tcp://[fd00::7]:5558",
+    ]

@@ -134,6 +134,11 @@ def test_an_annotation_that_makes_no_sense_is_named(annotation: str, value: str,
         found(annotated(**{annotation: value}))
 
 
+def test_a_rank_whose_port_would_be_beyond_the_last_one_is_refused() -> None:
+    with pytest.raises(Unusable, match=r"pod vllm-0 in ai: .*65536.* is not a ZMQ endpoint"):
+        found(annotated(kv_events_port="65535", data_parallel_size="2"))
+
+
 def test_a_role_that_is_none_is_named() -> None:
     with pytest.raises(Unusable, match=r"label kvway.io/role is 'judge'"):
         found(kube.pod("a", labels={"kvway.io/role": "judge"}))

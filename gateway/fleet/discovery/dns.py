@@ -39,6 +39,7 @@ class DnsSource:
     def __init__(self, config: DnsConfig, resolver: Resolver = resolve) -> None:
         self._config = config
         self._resolver = resolver
+        self._engines: dict[str, list[Found]] = {}
 
     async def run(self, report: Reporter) -> None:
         """See ``Source``."""
@@ -52,10 +53,12 @@ class DnsSource:
             except (OSError, UnicodeError) as error:
                 report.failed(f"{config.name} cannot be resolved: {getattr(error, 'strerror', None) or error}")
             else:
-                report.found([found for address in of_one_family(addresses) for found in self._engines(address)])
+                present = of_one_family(addresses)
+                self._engines = {each: self._engines.get(each) or self._engines_at(each) for each in present}
+                report.found([found for engines in self._engines.values() for found in engines])
             await asyncio.sleep(config.interval_s * random.uniform(0.9, 1.1))
 
-    def _engines(self, address: str) -> list[Found]:
+    def _engines_at(self, address: str) -> list[Found]:
         worker = self._config.worker
         asks = worker.kv_events_port is None
         return [Found(entry, asks=asks) for entry in engines_at(address, worker.port, None, worker)]

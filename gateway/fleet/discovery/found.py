@@ -108,7 +108,7 @@ def engines_at(host: str, port: int, name: str | None, settings: FoundConfig, ra
     host = f"[{host}]" if ":" in host else host
     shared = settings.model_dump(exclude=FoundConfig.own_keys())
     shared["url"] = f"{settings.scheme}://{host}:{port}"
-    ranks = settings.data_parallel_size
+    ranks = 1 if settings.kv_events_port is None else settings.data_parallel_size
     entries = []
     for each in range(ranks):
         entry = WorkerConfig(**shared, name=name, kv_events=_events(host, rank + each, settings))

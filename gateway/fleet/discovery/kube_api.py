@@ -126,18 +126,25 @@ class KubeApi:
     async def watch(
         self, resource: str, namespace: str, selector: str, version: str, time_s: float
     ) -> AsyncGenerator[WatchLine, None]:
-        """Yield what changes after ``version``, for up to ``time_s`` seconds; a half line at the end is dropped.
+        """Yield what changes after ``version``, until the server ends the watch; half a line at the end is dropped.
+
+        Args:
+            resource: see ``list_all``, as for the two that follow.
+            namespace: where.
+            selector: of labels.
+            version: from a list or an earlier watch.
+            time_s: after which the server is asked to end it, in whole seconds.
 
         Raises:
             Gone: the server does not know what came after ``version`` any more.
-            KubeError: any other failure, and a connection that ends before its time.
+            KubeError: any other failure.
         """
         query = {
             "watch": "1",
             "labelSelector": selector,
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(max(1, round(time_s + 1))),
+            "timeoutSeconds": str(max(1, int(time_s))),
         }
         async with self._get(f"/api/v1/namespaces/{namespace}/{resource}", query, resource, None) as response:
             async for line in _lines(response):
@@ -146,7 +153,6 @@ class KubeApi:
                     status = _read(change.object, Status)
                     raise _refusal(f"the watch of {resource} in {namespace}", resource, status, status.code)
                 yield change
-        raise KubeError(f"the watch of {resource} in {namespace} ended early")
 
     async def node(self, name: str) -> Node:
         """Return a node.

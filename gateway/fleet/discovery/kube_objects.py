@@ -152,11 +152,14 @@ def engines_of(engine: Pod | Service, config: KubernetesConfig, zone: str = "") 
     name = about.name if len(config.namespaces) < 2 else f"{about.name}.{about.namespace}"
     ports = _ports(about) or [engine.port or settings.port if isinstance(engine, Service) else settings.port]
     several = len(ports) > 1
-    return [
-        Found(entry, about.uid, engine.is_ready, asks=settings.kv_events_port is None)
-        for number, port in enumerate(ports)
-        for entry in engines_at(address, port, f"{name}-{port}" if several else name, settings, number)
-    ]
+    try:
+        return [
+            Found(entry, about.uid, engine.is_ready, asks=settings.kv_events_port is None)
+            for number, port in enumerate(ports)
+            for entry in engines_at(address, port, f"{name}-{port}" if several else name, settings, number)
+        ]
+    except ValidationError as error:  # a rank's port beyond the last one, for instance
+        raise Unusable(f"{_called(engine)}: {error.errors(include_url=False)[0]['msg']}") from None
 
 
 def _settings(engine: Pod | Service, config: KubernetesConfig, zone: str) -> FoundConfig:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from time import monotonic
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -93,12 +94,14 @@ class Reflector(Generic[T]):
         """Take in changes after ``version`` until it is time for a list; return the version then reached."""
         time_s = max(self._relist_s, len(self.objects) / _LISTED_PER_S) * random.uniform(0.8, 1.0)
         watch = self._api.watch(self._resource, self._namespace, self._selector, version, time_s)
-        try:
-            async with asyncio.timeout(time_s), aclosing(watch) as lines:
+        began = monotonic()
+        # The server ends a watch in good order, and its connection serves again; a silent one is given up.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.2 * time_s), aclosing(watch) as lines:
                 async for line in lines:
                     version = self._take(line) or version
-        except TimeoutError:
-            pass
+        if monotonic() - began < time_s / 2:
+            raise KubeError(f"the watch of {self._resource} in {self._namespace} ended early")
         return version
 
     def _take(self, line: WatchLine) -> str:
