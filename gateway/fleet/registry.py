@@ -228,10 +228,13 @@ class Registry:
 
     def _rebuild(self, workers: Iterable[Worker]) -> None:
         members = list(workers)
+        rows = np.array([worker.row for worker in members], np.int64)
+        stay = rows >= 0
         state = np.zeros((len(COLUMNS), len(members)))
+        state[:, stay] = self.fleet.state[:, rows[stay]]
         for row, worker in enumerate(members):
-            state[:, row] = self.fleet.state[:, worker.row] if worker.row >= 0 else worker.initial_state()
-        for row, worker in enumerate(members):
+            if worker.row < 0:
+                state[:, row] = worker.initial_state()
             worker.row = row
         self.workers = {worker.name: worker for worker in members}
         self.elsewhere = None

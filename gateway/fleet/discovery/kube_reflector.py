@@ -25,6 +25,7 @@ T = TypeVar("T", bound=Pod | Service)
 
 _FIRST_PAUSE_S: Final = 0.1
 _MAX_PAUSE_S: Final = 5.0
+_STEADY_S: Final = 1.0  # what fails after so long is no repetition
 _LISTED_PER_S: Final = 20.0  # a thousand pods are listed every 50 s
 
 
@@ -67,6 +68,7 @@ class Reflector(Generic[T]):
         """Keep ``objects`` up to date until cancelled; ``failed`` is told what goes wrong."""
         version, failures = "", 0
         while True:
+            began = monotonic()
             try:
                 version = await self._list(version)
                 version = await self._watch(version)
@@ -77,7 +79,7 @@ class Reflector(Generic[T]):
                     failed(str(error))
                 self.tried = True
                 self._changed()
-                version, failures = "", failures + 1
+                version, failures = "", 1 if monotonic() - began > _STEADY_S else failures + 1
                 pause_s = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)
                 await asyncio.sleep(max(error.retry_after_s, pause_s))
 
