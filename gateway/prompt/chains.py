@@ -7,14 +7,15 @@ one prefix cannot be taken for those of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Sequence
 from itertools import count
 from typing import Final
 
 import msgspec
 
 from gateway.prompt.cache import ByteCache
-from gateway.prompt.segments import Segment
+from gateway.prompt.segments import SEGMENTS_AT_ONCE, Segment
 from policies.chunks import DIGEST_BYTES, ChunkHasher
 
 _LINK_OVERHEAD: Final = 400  # bytes of Python objects per link
@@ -63,11 +64,21 @@ class Chains:
             self._roots.put(key, link)
         return link
 
-    def hashes(self, root: Link, segments: Iterable[Segment]) -> list[bytes]:
-        """Return the hashes of all whole chunks of the segments' tokens."""
-        lookup = self._links.entries.get
-        link = root
+    async def hashes(self, root: Link, segments: Sequence[Segment]) -> list[bytes]:
+        """Return the hashes of all whole chunks of the segments' tokens; suspends where there are very many."""
         hashes: list[bytes] = []
+        if len(segments) <= SEGMENTS_AT_ONCE:
+            self._follow(root, segments, hashes)
+            return hashes
+        link = root
+        for start in range(0, len(segments), SEGMENTS_AT_ONCE):
+            link = self._follow(link, segments[start : start + SEGMENTS_AT_ONCE], hashes)
+            await asyncio.sleep(0)
+        return hashes
+
+    def _follow(self, link: Link, segments: Sequence[Segment], hashes: list[bytes]) -> Link:
+        """Return the link behind the segments, and append their hashes."""
+        lookup = self._links.entries.get
         for segment in segments:
             key = (link.number, segment.number)
             following = lookup(key)
@@ -79,7 +90,7 @@ class Chains:
             link = following
             if link.hashes:
                 hashes += link.hashes
-        return hashes
+        return link
 
     def _extend(self, link: Link, segment: Segment) -> Link:
         tokens = link.tail + segment.ids

@@ -85,8 +85,8 @@ class KnownMessages:
 
     Besides, what is found here are the same strings as before, whose hashes Python has already computed. Messages are
     told apart by 128-bit hashes, as chunks are: two with the same one would make a wrong guess of what is cached, while
-    the engine gets the request as it is; so there are none of these where the engine gets token ids. Only messages that are nothing but texts are kept: what others take in memory
-    does not follow from their length.
+    the engine gets the request as it is; so there is none of this where the engine gets token ids. Only messages that
+    are nothing but texts are kept: what others take in memory does not follow from their length.
 
     Args:
         max_bytes: bound on the messages.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -49,8 +49,14 @@ from policies.chunks import TOKEN_BYTES, ChunkHasher
 
 log = logging.getLogger("kvway")
 
-# Longer chats are rendered in a thread: a template takes some 10 µs per message.
+T = TypeVar("T")
+
+# Longer chats are rendered in a thread: a template takes some 10 µs per message, and tools and arguments their time.
 _INLINE_MESSAGES: Final = 400
+_INLINE_BYTES: Final = 128 * 2**10
+# Still longer ones are looked at in a thread altogether.
+_GLANCE_MESSAGES: Final = 2_000
+_GLANCE_BYTES: Final = 2**20
 
 
 class Source(NamedTuple):
@@ -199,8 +205,11 @@ class PromptPipeline:
             return await self._chat_elsewhere(request, candidates, source)
         if isinstance(request, MessagesRequest):
             model.renderer.settle(request)
-        outlined = outline(request.messages, model.renderer.template_for(request).parts, request.name_first)
-        texts: Sequence[Pieces] | None = model.renderer.planned(request, outlined)
+        texts: Sequence[Pieces] | None
+        if len(request.messages) > _GLANCE_MESSAGES or len(request.body) > _GLANCE_BYTES:
+            outlined, texts = await self._in_thread(model.renderer.glance, request)
+        else:
+            outlined, texts = model.renderer.glance(request)
         root = self._root(request, candidates)
         if texts is None:
             if outlined.first_media is not None:
@@ -210,17 +219,18 @@ class PromptPipeline:
         segments = await model.segments.get(texts)
         if request.add_special_tokens:
             segments = [*model.before, *segments, *model.after]
-        return self._exact(segments, root)
+        return await self._exact(segments, root)
 
-    async def _rendered(self, request: ChatRequest, outlined: Outline, renderer: ChatRenderer) -> list[str]:
-        chat = renderer.chat(request, outlined)
-        if len(outlined.shapes) > _INLINE_MESSAGES:
-            loop = asyncio.get_running_loop()
-            texts = await loop.run_in_executor(self._executor, renderer.rendered, request, chat)
+    async def _rendered(self, request: ChatRequest, outlined: Outline, renderer: ChatRenderer) -> Sequence[Pieces]:
+        if len(outlined.shapes) > _INLINE_MESSAGES or len(request.body) > _INLINE_BYTES:
+            chat, texts = await self._in_thread(renderer.rendered, request, outlined)
         else:
-            texts = renderer.rendered(request, chat)
+            chat, texts = renderer.rendered(request, outlined)
         renderer.learn(request, outlined, chat, texts)
         return texts
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     async def _harmony(
         self, request: ChatRequest, candidates: Candidates, model: Model, harmony: HarmonyRenderer
@@ -228,7 +238,7 @@ class PromptPipeline:
         pieces = harmony.pieces(request)
         made = iter(await model.segments.get([piece for piece in pieces if not isinstance(piece, Segment)]))
         segments = [piece if isinstance(piece, Segment) else next(made) for piece in pieces]
-        return self._exact(segments, self._root(request, candidates))
+        return await self._exact(segments, self._root(request, candidates))
 
     async def _chat_elsewhere(self, request: ChatRequest, candidates: Candidates, source: Source) -> Prompt:
         if request.chat_template is not None and not source.takes_templates:
@@ -263,7 +273,7 @@ class PromptPipeline:
     async def _before_media(self, request: ChatRequest, outlined: Outline, model: Model, root: Link) -> Prompt:
         assert model.renderer is not None
         texts, chars = model.renderer.certain_prefix(request, outlined)
-        known = self._exact(await model.segments.get(texts), root)
+        known = await self._exact(await model.segments.get(texts), root)
         return Prompt(max(known.tokens, self._estimate(chars)), known.chunks, False)
 
     async def _completion(self, request: CompletionRequest, candidates: Candidates) -> Prompt:
@@ -281,7 +291,7 @@ class PromptPipeline:
             segments = await model.segments.get(model.cutter.cut(first))
             if request.add_special_tokens:
                 segments = [*model.before, *segments, *model.after]
-            prompt = self._exact(segments, root)
+            prompt = await self._exact(segments, root)
         elif source.engine:
             prompt = await self._from_engine(_payload(request), request, candidates)
         if prompt is None:
@@ -334,10 +344,10 @@ class PromptPipeline:
     def _root(self, request: InferenceRequest, candidates: Candidates) -> Link:
         return self._chains.root(candidates.model, candidates.lora, request.cache_salt)
 
-    def _exact(self, segments: Sequence[Segment], root: Link) -> Prompt:
+    async def _exact(self, segments: Sequence[Segment], root: Link) -> Prompt:
         parts = [segment.ids for segment in segments]
-        tokens = sum(map(len, parts)) // TOKEN_BYTES
-        return Prompt(tokens, self._chains.hashes(root, segments), True, parts, tokenized=True)
+        hashes = await self._chains.hashes(root, segments)
+        return Prompt(sum(map(len, parts)) // TOKEN_BYTES, hashes, True, parts, tokenized=True)
 
     def _approximate(self, text: bytes, request: InferenceRequest, candidates: Candidates) -> Prompt:
         root = self._byte_hasher.root(candidates.model, candidates.lora, request.cache_salt)

@@ -70,6 +70,7 @@ class ChatRenderer:
         self._templates = {False: template, True: tool_template}
         self._drafters = {chosen: PlanDrafter(chosen) for chosen in {template, tool_template}}
         self._drafting = Lock()  # a drafter holds the state of one draft
+        self._keeping = Lock()  # of tools, which threads parse, too
         self._cutter = cutter
         self._executor = executor
         self._plans: ByteCache[_Key, _Plans] = ByteCache(_PLANS_BYTES)
@@ -103,6 +104,15 @@ class ChatRenderer:
             return self._templates[False].render(Chat(["user"], ["Hi"], variables=template_variables(request)))
         return None
 
+    def glance(self, request: ChatRequest) -> tuple[Outline, list[Pieces] | None]:
+        """Return the outline of a request, and what ``planned`` makes of it. Safe to call in a thread.
+
+        Raises:
+            Unreadable: only the engine knows what it makes of the request.
+        """
+        outlined = outline(request.messages, self.template_for(request).parts, request.name_first)
+        return outlined, self.planned(request, outlined)
+
     def planned(self, request: ChatRequest, outlined: Outline) -> list[Pieces] | None:
         """Return the texts of the request's segments if a plan knows them, else None."""
         entry = self._plans.get(_key(request, outlined))
@@ -120,13 +130,15 @@ class ChatRenderer:
         """
         return Chat.of(request, outlined, self._parsed_tools(request))
 
-    def rendered(self, request: ChatRequest, chat: Chat) -> list[str]:
-        """Return the texts of the request's segments, from the template. Safe to call in a thread.
+    def rendered(self, request: ChatRequest, outlined: Outline) -> tuple[Chat, list[str]]:
+        """Return the request as its template gets it, and the texts of its segments. Safe to call in a thread.
 
         Raises:
             TemplateError: the template refuses the conversation.
+            Unreadable: only the engine knows what it makes of the request.
         """
-        return self._cutter.cut(self.template_for(request).render(chat))
+        chat = self.chat(request, outlined)
+        return chat, self._cutter.cut(self.template_for(request).render(chat))
 
     def certain_prefix(self, request: ChatRequest, outlined: Outline) -> tuple[list[str], int]:
         """Return the segments before the first image, audio or video, and how many characters the whole chat has.
@@ -182,7 +194,8 @@ class ChatRenderer:
         known = self._tools.get(key)
         if known is None:
             known = _KnownTools(*key)
-            self._tools.put(key, known)
+            with self._keeping:
+                self._tools.put(key, known)
         return known.tools
 
 

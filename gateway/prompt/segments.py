@@ -21,6 +21,9 @@ from gateway.prompt.tokenizer import AddedToken, Encoder
 from gateway.tasks import spawn
 from policies.chunks import TOKEN_BYTES
 
+SEGMENTS_AT_ONCE: Final = 2_000
+"""After so many, other streams get their turn."""
+
 _SEGMENT_OVERHEAD: Final = 300  # bytes of Python objects per cached segment
 
 
@@ -132,7 +135,13 @@ class SegmentCache:
         self._pending: dict[Pieces, asyncio.Task[dict[Pieces, Segment]]] = {}
 
     async def get(self, texts: Sequence[Pieces]) -> list[Segment]:
-        """Return the segments of ``texts``: without suspending if all are known, or quick to encode."""
+        """Return the segments of ``texts``: without suspending if they are not many and known, or quick to encode."""
+        if len(texts) > SEGMENTS_AT_ONCE:
+            segments: list[Segment] = []
+            for start in range(0, len(texts), SEGMENTS_AT_ONCE):
+                segments += await self.get(texts[start : start + SEGMENTS_AT_ONCE])
+                await asyncio.sleep(0)
+            return segments
         found, missing = self._look_up(texts)
         if not missing:
             return found

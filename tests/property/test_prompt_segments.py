@@ -106,14 +106,14 @@ def test_fastokens_gives_the_same_ids_for_cut_texts(kind, certain, data):
     chunk_tokens=st.integers(1, 5),
     max_bytes=st.sampled_from([0, 4_000, 2**20]),
 )
-def test_extended_chains_are_those_of_the_whole_sequence(runs, chunk_tokens, max_bytes):
+async def test_extended_chains_are_those_of_the_whole_sequence(runs, chunk_tokens, max_bytes):
     hasher = ChunkHasher(chunk_tokens)
     chains = Chains(hasher, max_bytes)
     known: dict[tuple[int, ...], Segment] = {}
     for run in runs:
         segments = [known.setdefault(tuple(ids), Segment(pack(ids))) for ids in run]
         whole = b"".join(segment.ids for segment in segments)
-        assert chains.hashes(chains.root("m", None, None), segments) == hasher.chain(hasher.root("m"), whole)
+        assert await chains.hashes(chains.root("m", None, None), segments) == hasher.chain(hasher.root("m"), whole)
 
 
 @settings(max_examples=50, deadline=None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from gateway.prompt.cache import ByteCache, Entry
 from gateway.prompt.chains import Chains
-from gateway.prompt.segments import Segment
+from gateway.prompt.segments import SEGMENTS_AT_ONCE, Segment
 from gateway.prompt.tokenizer import pack
+from gateway.tasks import spawn
 from policies.chunks import ChunkHasher
 
 
@@ -46,11 +49,11 @@ def hasher() -> ChunkHasher:
     return ChunkHasher(4)
 
 
-def test_a_chain_is_extended_not_recomputed(hasher, monkeypatch):
+async def test_a_chain_is_extended_not_recomputed(hasher, monkeypatch):
     chains = Chains(hasher, 2**20)
     root = chains.root("m", None, None)
     segments = [Segment(pack(range(start, start + 10))) for start in range(5)]
-    first = chains.hashes(root, segments[:4])
+    first = await chains.hashes(root, segments[:4])
     hashed: list[int] = []
     chain = ChunkHasher.chain
 
@@ -59,28 +62,47 @@ def test_a_chain_is_extended_not_recomputed(hasher, monkeypatch):
         return chain(self, parent, tokens)
 
     monkeypatch.setattr(ChunkHasher, "chain", counting_chain)
-    longer = chains.hashes(root, segments)
+    longer = await chains.hashes(root, segments)
     assert longer[: len(first)] == first
     assert hashed == [4 * 10]  # the new segment; nothing was left over of the 40 tokens before it
 
 
-def test_the_same_segments_after_another_beginning_are_another_chain(hasher):
+async def test_the_same_segments_after_another_beginning_are_another_chain(hasher):
     chains = Chains(hasher, 2**20)
     one, other, shared = (Segment(pack(range(start, start + 4))) for start in range(3))
     root = chains.root("m", None, None)
-    assert chains.hashes(root, [one, shared])[1] != chains.hashes(root, [other, shared])[1]
+    assert (await chains.hashes(root, [one, shared]))[1] != (await chains.hashes(root, [other, shared]))[1]
 
 
 @pytest.mark.parametrize("identity", [("n", None, None), ("m", "l", None), ("m", None, "s"), ("m", None, "")])
-def test_model_adapter_and_salt_separate_chains(hasher, identity):
+async def test_model_adapter_and_salt_separate_chains(hasher, identity):
     chains = Chains(hasher, 2**20)
     segment = Segment(pack(range(4)))
-    assert chains.hashes(chains.root(*identity), [segment]) != chains.hashes(chains.root("m", None, None), [segment])
+    one, other = chains.root(*identity), chains.root("m", None, None)
+    assert await chains.hashes(one, [segment]) != await chains.hashes(other, [segment])
 
 
-def test_hashes_are_right_when_nothing_is_kept(hasher):
+async def test_hashes_are_right_when_nothing_is_kept(hasher):
     chains = Chains(hasher, 0)
     root = chains.root("m", None, None)
     segments = [Segment(pack(range(7))), Segment(pack(range(6)))]
     expected = hasher.chain(hasher.root("m"), pack([*range(7), *range(6)]))
-    assert chains.hashes(root, segments) == chains.hashes(root, segments) == expected
+    assert await chains.hashes(root, segments) == await chains.hashes(root, segments) == expected
+
+
+async def test_a_very_long_chain_lets_others_have_their_turn(hasher):
+    chains = Chains(hasher, 2**20)
+    root = chains.root("m", None, None)
+    segments = [Segment(pack([number])) for number in range(2 * SEGMENTS_AT_ONCE + 1)]
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = spawn(others(), "others")
+    assert await chains.hashes(root, segments) == hasher.chain(hasher.root("m"), pack(range(len(segments))))
+    assert turns >= 2
+    task.cancel()
