@@ -81,13 +81,13 @@ def _shown(default: Any) -> str:
 
 
 def _without_noise(node: Any) -> Any:
-    """Return a JSON schema without titles and defaults: Helm reads neither."""
+    """Return a JSON schema without what Helm does not read."""
     if isinstance(node, list):
         return [_without_noise(each) for each in node]
     if not isinstance(node, dict):
         return node
-    kept = {key: each for key, each in node.items() if key not in ("title", "default")}
-    names = kept.get("properties", {})  # what is called title there is no title
+    kept = {key: each for key, each in node.items() if key not in ("title", "description", "default")}
+    names = kept.get("properties", {})  # what is called description there is none
     return {key: _without_noise(each) for key, each in kept.items()} | (
         {"properties": {name: _without_noise(each) for name, each in names.items()}} if names else {}
     )
