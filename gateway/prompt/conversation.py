@@ -52,6 +52,10 @@ _FUNCTION_FIELDS: Final[dict[str, Any]] = {
 BILLING_HEADER: Final = "x-anthropic-billing-header"  # changes with every request; vLLM drops that line
 
 
+# JSON is read in one go, in which no other thread runs: with so many values that would take some 20 ms.
+_MANY_COMMAS: Final = 50_000
+
+
 class Unreadable(Exception):
     """Messages of which only the engine can say what it makes of them, if anything."""
 
@@ -308,8 +312,9 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """Return a tool call's arguments as an object; what is not one becomes an empty one, as in vLLM.
 
     Raises:
-        Unreadable: they hold a lone surrogate, which cannot be tokenized.
+        Unreadable: they hold a lone surrogate, which cannot be tokenized, or too many values to read meanwhile.
     """
+    refuse_many_values(text.count(","))
     try:
         parsed = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -322,6 +327,12 @@ def parse_arguments(text: str) -> dict[str, Any]:
         except UnicodeEncodeError:
             raise Unreadable("arguments of a tool call hold a lone surrogate") from None
     return parsed
+
+
+def refuse_many_values(commas: int) -> None:
+    """Raise ``Unreadable`` for JSON whose parsing would delay other streams, by the commas in it."""
+    if commas > _MANY_COMMAS:
+        raise Unreadable("JSON with more values than can be read without delaying others")
 
 
 def developer_to_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from threading import Lock
 from typing import Any, Final
 
 import msgspec
@@ -94,6 +95,7 @@ class KnownMessages:
 
     def __init__(self, max_bytes: int) -> None:
         self._known: ByteCache[bytes, _KnownMessage] = ByteCache(max_bytes)
+        self._keeping = Lock()  # long bodies are read in threads
 
     def read_chat(self, body: bytes) -> ChatRequest:
         """Read the body of a chat. Its messages are shared with other requests and must not be changed.
@@ -123,7 +125,8 @@ class KnownMessages:
         values = [value for value in msgspec.structs.astuple(message) if value is not None]
         if {*map(type, values)} <= {str}:
             cost = _MESSAGE_OVERHEAD + sum([value.__sizeof__() for value in values])
-            self._known.put(key, _KnownMessage(message, cost))
+            with self._keeping:
+                self._known.put(key, _KnownMessage(message, cost))
 
 
 def parse_request(path: str, body: bytes, known: KnownMessages | None = None) -> InferenceRequest:

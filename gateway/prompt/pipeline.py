@@ -54,7 +54,7 @@ T = TypeVar("T")
 # Longer chats are rendered in a thread: a template takes some 10 µs per message, and tools and arguments their time.
 _INLINE_MESSAGES: Final = 400
 _INLINE_BYTES: Final = 128 * 2**10
-# Still longer ones are looked at in a thread altogether.
+# Still longer ones are read and looked at in a thread altogether.
 _GLANCE_MESSAGES: Final = 2_000
 _GLANCE_BYTES: Final = 2**20
 
@@ -157,6 +157,12 @@ class PromptPipeline:
     def parse(self, path: str, body: bytes) -> InferenceRequest:
         """Read a request body; see ``parse_request``."""
         return parse_request(path, body, self._messages)
+
+    async def read(self, path: str, body: bytes) -> InferenceRequest:
+        """As ``parse``; a long body is read in a thread."""
+        if len(body) <= _GLANCE_BYTES:
+            return self.parse(path, body)
+        return await self._in_thread(self.parse, path, body)
 
     async def prompt(self, request: InferenceRequest, candidates: Candidates) -> Prompt:
         """Return the prompt of a request. It does not suspend unless there is much to tokenize, or an engine to ask.

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.prompt.conversation import Unreadable
+from gateway.prompt.conversation import Unreadable, refuse_many_values
 
 NAMESPACE_SEPARATOR: Final = "__"
 
@@ -26,10 +26,11 @@ def decode_raw(raw: bytes) -> Any:
     """Return the value of a raw field, None where it is absent.
 
     Raises:
-        Unreadable: it is nested too deeply, or not Unicode.
+        Unreadable: it is nested too deeply, not Unicode, or has too many values to read meanwhile.
     """
     if not raw:
         return None
+    refuse_many_values(raw.count(b","))
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -135,7 +135,7 @@ class Resumption:
         assert self._plan.model is not None, "the request was routed by its prompt"
         prompts = self._services.prompts
         candidates = self._services.registry.candidates(self._plan.model)
-        prompt = await prompts.prompt(prompts.parse(self._path, body), candidates)
+        prompt = await prompts.prompt(await prompts.read(self._path, body), candidates)
         return prompt.tokens if prompt.exact else None
 
     def failed(self) -> None:

@@ -126,7 +126,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
         if model is not None:
             services.registry.candidates(model)  # raises for a model nobody serves
         return Plan(model)
-    request = services.prompts.parse(path, body)
+    request = await services.prompts.read(path, body)
     model = request.model or _only_model(services.registry)
     candidates = services.registry.candidates(model)
     config = services.config.prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import pytest
 from tokenizers import AddedToken
@@ -12,6 +13,7 @@ from gateway.config import Config
 from gateway.prompt import pipeline as module
 from gateway.prompt.parsing import parse_request
 from gateway.prompt.pipeline import PromptPipeline
+from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tokenizer import pack
 from policies.chunks import ChunkHasher
 from tests.prompt_rig import (
@@ -234,3 +236,44 @@ async def test_ten_thousand_messages_are_no_trouble(pipeline):
     messages = [{"role": "user", "content": "x"}] * 10_000
     prompt = await prompt_of(pipeline, CHAT, {"messages": messages})
     assert prompt.exact
+
+
+@pytest.mark.parametrize(("text", "inline"), [("short", True), ("long enough " * 2**17, False)])
+async def test_a_long_body_is_read_and_rendered_away_from_the_event_loop(pipeline, monkeypatch, text, inline):
+    threads = []
+
+    def noting(function):
+        def noted(*args):
+            threads.append(threading.current_thread())
+            return function(*args)
+
+        return noted
+
+    monkeypatch.setattr(module, "parse_request", noting(module.parse_request))
+    monkeypatch.setattr(ChatTemplate, "render", noting(ChatTemplate.render))
+    body = json.dumps({"messages": [{"role": "a role only here", "content": text}]}).encode()
+    prompt = await pipeline.prompt(await pipeline.read(CHAT, body), candidates())
+    rendered = f"<|im_start|>a role only here\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert ids_of(prompt) == reference().encode(rendered).ids
+    assert [thread is threading.main_thread() for thread in threads] == [inline, inline]
+
+
+async def test_json_that_would_take_long_to_read_is_left_to_the_engine(pipeline):
+    function = {"name": "f", "parameters": {"x": [0] * 60_000}}
+    tools = [{"type": "function", "function": function}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps(function)}}
+    for body in (
+        {"messages": HELLO, "tools": tools},
+        {"messages": HELLO, "chat_template_kwargs": {"x": tools}},
+        {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, *HELLO]},
+    ):
+        prompt = await prompt_of(pipeline, CHAT, body)
+        assert (prompt.chunks, prompt.exact) == ([], False)
+
+
+async def test_a_template_that_puts_out_what_is_no_unicode_is_left_to_the_engine(tmp_path):
+    (save(reference(), tmp_path) / "chat_template.jinja").write_text(r"{{ '\ud800' }}{{ messages[0].content }}")
+    pipeline = PromptPipeline(config(tmp_path))
+    prompt = await prompt_of(pipeline, CHAT, {"messages": HELLO})
+    assert (prompt.chunks, prompt.exact) == ([], False)
+    await pipeline.close()
