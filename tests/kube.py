@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -34,6 +35,9 @@ def service(name: str, address: str = "127.0.0.1", *ports: Object, **metadata: A
 class ApiServer:
     """Holds objects of one namespace and tells watches of their changes, as long as it is let.
 
+    Args:
+        tls: serve HTTPS.
+
     Attributes:
         zones: node name → zone; a node that is not there is refused with 403.
         refusal: what everything is answered with instead: status, headers, message. None: all goes well.
@@ -46,7 +50,8 @@ class ApiServer:
         connections: how many there have been.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self.zones: dict[str, str] = {}
         self.refusal: tuple[int, dict[str, str], str] | None = None
         self.lists = asyncio.Event()
@@ -74,7 +79,7 @@ class ApiServer:
         await self.stop()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -226,7 +231,8 @@ class ApiServer:
 
 def _write(writer: asyncio.StreamWriter, line: Object) -> None:
     text = json.dumps(line).encode() + b"\n"
-    writer.write(b"%x\r\n%b\r\n" % (len(text), text))
+    for part in (text[:20], text[20:]):  # a line need not come in one piece
+        writer.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 def _refuse(writer: asyncio.StreamWriter, status: int, headers: dict[str, str], message: str) -> None:

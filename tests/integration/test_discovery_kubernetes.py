@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -431,6 +432,22 @@ async def test_an_engine_without_events_joins_without(server: ApiServer, registr
             await until(have(registry, "a"))
             assert registry.workers["a"].config.kv_events is None
             assert {"/kv_event_sources", "/server_info"} <= set(engine.asked)
+
+
+async def test_in_a_cluster_the_server_is_the_clusters_and_must_show_its_certificate(
+    registry: Registry, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(*certificate)
+    async with ApiServer(tls) as server:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+        server.put(pod("a"))
+        async with following(server, Registry(), api_url=None) as stranger:
+            await until(lambda: stranger.errors > 0)
+            assert "certificate verify failed" in stranger.problem
+        async with following(server, registry, api_url=None, ca_file=certificate[0]):
+            await until(have(registry, "a"))
 
 
 def test_outside_of_a_cluster_the_server_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

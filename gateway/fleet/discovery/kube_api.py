@@ -1,7 +1,7 @@
 """The three calls of the Kubernetes API that discovery needs: list, watch, and get a node.
 
-They are plain HTTP with JSON, a watch being a line of JSON per change, so that httpx does; what makes a client of
-Kubernetes hard is when to list anew, and no client library decides that for asyncio (``kube_reflector.py``).
+They are plain HTTP with JSON, a watch being a line of JSON per change, so that httpx, which is here anyway, does. What
+needs thought, when to list anew, is in ``kube_reflector.py``, and would be ours with any client library.
 """
 
 from __future__ import annotations
