@@ -135,10 +135,7 @@ class FoundConfig(WorkerSettings):
     kv_replay_port: WorkerPort | None = Field(None, description="port of the replay socket; goes with kv_events_port")
     kv_topic: str = Field("", description="topic prefix of the events; goes with kv_events_port")
     data_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="data-parallel ranks behind one port; goes with kv_events_port",
+        1, ge=1, le=1024, description="data-parallel ranks behind one port; goes with kv_events_port"
     )
 
     @classmethod
@@ -188,8 +185,9 @@ class FileConfig(Section):
 
 
 class DiscoveryConfig(Section):
-    """Workers that are found, besides those listed; see docs/discovery.md. Where two sources find the same, the first
-    one counts.
+    """Workers that are found, besides those listed; see docs/discovery.md.
+
+    Where two sources find the same, the first one counts.
     """
 
     kubernetes: tuple[KubernetesConfig, ...] = Field((), description="from the API server of Kubernetes")

@@ -250,6 +250,15 @@ async def test_a_terminating_pod_finishes_what_it_has_until_it_is_gone(server: A
         await until(have(registry))
 
 
+async def test_a_pod_may_have_the_address_of_one_that_is_terminating(server: ApiServer, registry: Registry) -> None:
+    server.put(pod("a"))
+    async with following(server, registry):
+        await until(have(registry, "a"))
+        server.put(pod("a", deletionTimestamp="2026-01-01T00:00:00Z"))
+        server.put(pod("b"))
+        await until(have(registry, "b"))
+
+
 async def test_a_worker_that_an_operator_drains_stays_drained(server: ApiServer, registry: Registry) -> None:
     server.put(pod("a"))
     async with following(server, registry):

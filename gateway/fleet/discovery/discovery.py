@@ -87,7 +87,11 @@ class Discovery:
                 self._members[name] = _Member(found, self._registry, self._client)
 
     def _wanted(self) -> dict[str, Found]:
-        """Return what all sources have found, by name. The first counts of those that share a name or an address."""
+        """Return what all sources have found, by name.
+
+        Of those of one source that share a name or an address, one that accepts requests counts (the other is a pod on
+        its way out), else the first.
+        """
         ours = {worker.name for member in self._members.values() for worker in member.workers}
         listed = [worker for worker in self._registry.workers.values() if worker.name not in ours]
         wanted: dict[str, Found] = {}
@@ -95,7 +99,7 @@ class Discovery:
         engines = {(worker.config.url, worker.config.data_parallel_rank) for worker in listed}
         doubles = set()
         for reporter in self.reporters:
-            for found in reporter.workers:
+            for found in sorted(reporter.workers, key=lambda found: not found.accepts):
                 name, engine = found.config.label, (found.config.url, found.config.data_parallel_rank)
                 if name in names or engine in engines:
                     doubles.add(f"{name} of {reporter.name}")
