@@ -189,7 +189,7 @@ class PromptPipeline:
             prompt: what ``prompt`` made of it; of no interest unless ``tokenized``.
             candidates: as for ``prompt``.
         """
-        if prompt.tokenized and self.checks.due(candidates.model) and not _renders_otherwise(request):
+        if prompt.tokenized and not _renders_otherwise(request) and self.checks.due(candidates.model):
             payload = partial(_payload, request) if self._source(candidates).tokenizes_alike else _nothing_alike
             self.checks.begin(path, body, payload, prompt.ids, candidates)
 

@@ -67,13 +67,15 @@ class SelfCheck:
             return False
         if not self._config.rate:
             return False
-        mean = 1 / self._config.rate
-        self._until_next[model] = max(1, round(random.uniform(mean / 2, mean * 3 / 2)))
         now = monotonic()
         if now - self._minute_began >= _MINUTE_S:
             self._minute_began, self._this_minute = now, 0
+        if self._this_minute >= self._config.max_per_minute:
+            return False  # the next prompt is due then; a model's first one, too
         self._this_minute += 1
-        return self._this_minute <= self._config.max_per_minute
+        mean = 1 / self._config.rate
+        self._until_next[model] = max(1, round(random.uniform(mean / 2, mean * 3 / 2)))
+        return True
 
     def begin(
         self, path: str, body: bytes, payload: Callable[[], dict[str, Any]], ids: bytes, candidates: Candidates

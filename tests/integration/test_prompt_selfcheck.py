@@ -160,6 +160,17 @@ def test_checks_are_bounded_in_a_minute_and_can_be_switched_off():
     assert sampled(1000, rate=0) == []
 
 
+def test_a_first_prompt_that_comes_in_a_full_minute_is_made_up_for(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("gateway.prompt.selfcheck.monotonic", lambda: now)
+    config = SelfCheckConfig(rate=0.001, max_per_minute=1)
+    checks = SelfCheck(config, None, print)  # type: ignore[arg-type]
+    assert checks.due("one")
+    assert not checks.due("other")
+    now += 60
+    assert checks.due("other")
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "difference"),
     [

@@ -169,6 +169,13 @@ def test_json_that_only_the_engines_parser_accepts_is_forwarded():
         CHAT, b'{"model": "m", "temperature": NaN, "messages": [{"role": "user"}], "max_tokens": 5}'
     )
     assert (request.opaque, request.model, request.max_tokens) == (True, "m", 5)
+    long = b'{"temperature": NaN, "messages": [{"role": "user", "content": "%b"}]}' % (b"x" * 2**21)
+    assert parse_request(CHAT, long).opaque
+
+
+def test_json_of_very_many_values_must_be_what_the_fast_parser_accepts():
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        parse_request(CHAT, b'{"messages": [], "temperature": NaN, "x": [%b]}' % b",".join([b"1"] * 200_000))
 
 
 def test_the_last_of_equal_keys_counts_as_it_does_in_the_engine():
