@@ -37,6 +37,9 @@ LoopOption = Annotated[
     typer.Option("--closed-loop/--open-loop", help="whether a turn waits for the answer before; as the trace says"),
 ]
 SpreadOption = Annotated[float, typer.Option(min=0, help="recorded sessions begin within so many seconds")]
+UsersOption = Annotated[
+    int, typer.Option(min=0, help="so many users play the sessions, one after another; measured while all of them do")
+]
 PriceOption = Annotated[float, typer.Option(min=0, help="price of a GPU hour, in any currency")]
 ReportOption = Annotated[Path | None, typer.Option(help="write one self-contained HTML page with plots")]
 SaveOption = Annotated[Path | None, typer.Option(help="write the figures as JSON")]
@@ -63,6 +66,7 @@ def run(
     first: FirstOption = 0,
     closed_loop: LoopOption = None,
     spread: SpreadOption = 3600.0,
+    users: UsersOption = 0,
     seed: Annotated[int, typer.Option(help="of traffic and policy")] = 0,
     gpu_hour: PriceOption = 2.5,
     report: ReportOption = None,
@@ -78,7 +82,7 @@ def run(
         settings = read_fleet(
             fleet, workers=workers, profile=profile, capacity_tokens=capacity, host_tokens=host_tokens
         )
-        wanted = Traffic(traffic, load, ws, share, first, closed_loop, spread)
+        wanted = Traffic(traffic, load, ws, share, first, closed_loop, spread, users)
         case = Case(read_policy(policy), wanted, settings, {}, seed, gpu_hour)
         with _progress("reading") as advance:
             outcome = run_case(case, on_progress=lambda done, total: advance(case.policy.label, done, total))
@@ -112,6 +116,7 @@ def compare(
     first: FirstOption = 0,
     closed_loop: LoopOption = None,
     spread: SpreadOption = 3600.0,
+    users: UsersOption = 0,
     gpu_hour: PriceOption = 2.5,
     report: ReportOption = None,
     save: SaveOption = None,
@@ -127,7 +132,7 @@ def compare(
             fleet, workers=workers, profile=profile, capacity_tokens=capacity, host_tokens=host_tokens
         )
         chosen = _read_policies(policies)
-        wanted = Traffic(traffic, load, ws, share, first, closed_loop, spread)
+        wanted = Traffic(traffic, load, ws, share, first, closed_loop, spread, users)
         swept = experiment.cells([experiment.parse_sweep(words) for words in sweep or ()])
         cases = [
             experiment.Case(each, wanted, settings, cell, seed, gpu_hour)

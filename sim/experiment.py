@@ -19,6 +19,7 @@ from sim.requests import Trace
 from sim.results import SimResult
 from sim.scaling import working_set_tokens
 from sim.scenario import PolicyChoice, Traffic
+from sim.users import steady
 
 SWEEPS: Final = ("load", "ws_cap", "workers")
 
@@ -104,6 +105,8 @@ def run_case(case: Case, keep: bool = True, on_progress: Progress | None = None)
         where = ", ".join(f"{key} {value:g}" for key, value in case.cell.items())
         raise ValueError(f"at {where}: {error}" if where else str(error)) from None
     result.policy = case.policy.label
+    if case.traffic.users:
+        result = steady(trace, result)
     gpu_hours = fleet.workers * fleet.speed.gpus * result.duration_s / 3600
     summary: Summary = {"policy": case.policy.label, "seed": case.seed, **case.cell, **result.summary()}
     summary["workers"] = fleet.workers

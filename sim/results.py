@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.base import N_TIERS, Floats, Ints, Tier
+
+_PER_REQUEST: Final = (
+    *("arrival_s", "ttft_s", "itl_s", "wait_s", "finish_s", "prompt_tokens", "output_tokens"),
+    *("hit_tokens", "expected_hit_tokens", "worker"),
+)
+_PER_SAMPLE: Final = ("sample_s", "running", "waiting", "pending_tokens", "kv_usage")
 
 
 @dataclass(slots=True)
@@ -82,6 +89,17 @@ class SimResult:
         for tier in Tier:
             rates[:, tier] = np.histogram(arrival, edges, weights=self.hit_tokens[answered, tier])[0] / prompts
         return (edges[:-1] + edges[1:]) / 2, rates
+
+    def during(self, begin_s: float, end_s: float) -> SimResult:
+        """Return what arrived, and was sampled, in an interval; ``counters`` stay those of the whole run."""
+        arrived = (self.arrival_s >= begin_s) & (self.arrival_s < end_s)
+        sampled = (self.sample_s >= begin_s) & (self.sample_s < end_s)
+        return replace(
+            self,
+            **{name: getattr(self, name)[arrived] for name in _PER_REQUEST},
+            **{name: getattr(self, name)[sampled] for name in _PER_SAMPLE},
+            duration_s=end_s - begin_s,
+        )
 
     def summary(self) -> dict[str, float | int | str]:
         """Return the figures by which runs are compared; seconds, shares, and per second."""

@@ -40,7 +40,7 @@ def scale_working_set(trace: Trace, factor: float, seed: int = 0) -> Trace:
     if not 0 < factor < float("inf"):
         raise ValueError(f"ws must be above 0 and finite, not {factor}")
     rng = random.Random(seed)
-    groups = _groups(trace)
+    groups = conversations(trace)
     names = dict.fromkeys(groups)
     copies = {name: int(factor) + (rng.random() < factor % 1) for name in names}
     span_s = trace.requests[-1].arrival_s * factor * _SHIFT_SHARE
@@ -65,7 +65,7 @@ def subset(trace: Trace, share: float = 1.0, first: int = 0, seed: int = 0) -> T
     requests = list(trace.requests)
     if share < 1:
         rng = random.Random(seed)
-        groups = _groups(trace)
+        groups = conversations(trace)
         kept = {name: rng.random() < share for name in dict.fromkeys(groups)}
         requests = [request for request, name in zip(requests, groups, strict=True) if kept[name]]
     return _rearranged(trace, [replace(request) for request in requests[: first or None]])
@@ -107,7 +107,7 @@ def _rearranged(trace: Trace, requests: list[SimRequest]) -> Trace:
     return replace(trace, requests=requests)
 
 
-def _groups(trace: Trace) -> list[str | int]:
+def conversations(trace: Trace) -> list[str | int]:
     """Return which conversation each request belongs to: its session, else its first block that is not everybody's."""
     uses = Counter(chain.from_iterable(request.chunks for request in trace.requests))
     common = {chunk for chunk, number in uses.items() if number > _COMMON_SHARE * len(trace.requests)}

@@ -19,6 +19,7 @@ from sim.requests import Trace
 from sim.scaling import scale_load, scale_working_set, subset
 from sim.shapes import find_shape, kv_capacity_tokens
 from sim.trace import read_trace
+from sim.users import play
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Traffic:
         first: so many requests, 0 for all.
         closed_loop: None as the trace says.
         spread_s: see ``read_trace``.
+        users: so many users play the sessions, one after another (``sim.users``); 0: the sessions as they are.
     """
 
     source: str
@@ -42,6 +44,7 @@ class Traffic:
     first: int = 0
     closed_loop: bool | None = None
     spread_s: float = 3600.0
+    users: int = 0
 
     def trace(self, seed: int) -> Trace:
         """Read or make the requests.
@@ -60,6 +63,10 @@ class Traffic:
             trace = subset(trace, self.share, self.first, seed)
         if self.working_set != 1:
             trace = scale_working_set(trace, self.working_set, seed)
+        if self.users:
+            if self.closed_loop is False:
+                raise ValueError("users wait for their answers: they play in a closed loop only")
+            trace = play(trace, self.users, seed)
         return scale_load(trace, self.load) if self.load != 1 else trace
 
     def _is_file(self) -> bool:
