@@ -7,11 +7,12 @@ from typing import Final
 from urllib.parse import urlsplit
 from uuid import uuid4
 
+from redis.exceptions import ResponseError
+
 from gateway.check.findings import Notebook
 from gateway.config import IndexConfig
 from gateway.errors import ConfigError
 from gateway.index.redis_client import UNREACHABLE, RedisClient
-from gateway.index.redis_link import RedisError
 
 _LEAST_VERSION: Final = (6, 2)
 _KEY_LIFE_S: Final = 5
@@ -37,34 +38,31 @@ async def look_at_redis(config: IndexConfig, notes: Notebook, timeout_s: float) 
 
 async def _look(redis: RedisClient, config: IndexConfig, notes: Notebook, where: str) -> None:
     key = f"{config.namespace}:check:{uuid4().hex}"
-    await redis.ask(key.encode(), "PING")
+    await redis.commands.ping()
     notes.ok("reachable", f"{where} answers")
     try:
-        sections = [await redis.ask(key.encode(), "INFO", section) for section in ("server", "memory")]
-    except RedisError:
-        sections = []  # some hosted servers do not tell
-    lines = [line.partition(":") for section in sections for line in section.decode().splitlines()]
-    info = {name: value for name, _, value in lines}
-    version = info.get("redis_version", "")
+        (server, *_), (memory, *_) = await redis.infos("server"), await redis.infos("memory")
+    except ResponseError:
+        server = memory = {}  # some hosted servers do not tell
+    version = server.get("redis_version", "")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if len(numbers) == len(_LEAST_VERSION) and numbers < _LEAST_VERSION:
         notes.problem("version", f"Redis {version} is too old", "use Redis 6.2 or later, or Valkey")
     elif version:
         notes.ok("version", f"speaks as Redis {version}")
-    policy = info.get("maxmemory_policy")
-    if info.get("maxmemory", "0") != "0" and policy == "noeviction":
+    if memory.get("maxmemory") and memory.get("maxmemory_policy") == "noeviction":
         mend = "set maxmemory-policy allkeys-lru, if nothing else is kept there"
         notes.note("memory", "when it is full, new chunks are refused: maxmemory-policy is noeviction", mend)
     await _look_at_namespace(redis, config.namespace, key, notes)
 
 
 async def _look_at_namespace(redis: RedisClient, namespace: str, key: str, notes: Notebook) -> None:
-    tag, value = key.encode(), uuid4().bytes  # a key without braces is its own hash tag
+    value = uuid4().bytes
     try:
-        await redis.ask(tag, "SET", key, value, "EX", _KEY_LIFE_S)
-        same = await redis.ask(tag, "GET", key) == value
-        await redis.ask(tag, "DEL", key)
-    except RedisError as error:
+        await redis.commands.set(key, value, ex=_KEY_LIFE_S)
+        same = await redis.commands.get(key) == value
+        await redis.commands.delete(key)
+    except ResponseError as error:
         mend = f"let the user read and write keys of ours: ACL SETUSER … ~{namespace}:* +@all"
         notes.problem("namespace", f"keys that begin with {namespace}: cannot be used: {error}", mend)
         return

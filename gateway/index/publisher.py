@@ -18,7 +18,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from gateway.config import IndexConfig
-from gateway.index.redis_client import UNREACHABLE
+from gateway.index.redis_client import TIMED_OUT, UNREACHABLE
 from gateway.index.redis_store import LEASE_S, RedisStore
 from gateway.index.table import ChunkTable
 from gateway.tasks import spawn, stop
@@ -260,7 +260,7 @@ class Publisher:
                 await self._free_left()
             except UNREACHABLE as error:
                 # What timed out may still arrive, after what is written next: but then under the old generation's keys.
-                self._begin_generation |= isinstance(error, TimeoutError)
+                self._begin_generation |= isinstance(error, TIMED_OUT)
                 self.failed(error)
                 await asyncio.sleep(_FIRST_RETRY_S)  # it may be this write alone that fails
                 continue

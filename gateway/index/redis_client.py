@@ -1,257 +1,222 @@
-"""Commands to Redis or Valkey: to one server, to the primary that Sentinels name, or to a cluster.
+"""Redis or Valkey, wherever ``index.url`` says it is: one server, the primary that Sentinels name, or a cluster.
 
-The index and the sharing of replicas are written against ``RedisClient``, which alone knows the three apart. Every key
-of ours has a hash tag in braces, and whoever asks names it: a cluster has all keys with one tag on one node.
+redis-py does nearly everything: it finds the servers, connects, authenticates, and carries commands to the node that
+has their keys. Only the masks of chunks, which every decision waits for, are read over connections of our own; see
+``redis_link``. These go to the servers that redis-py names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from binascii import crc_hqx
-from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final, cast
+
+from redis.asyncio import Redis, RedisCluster, Sentinel
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gateway.config import IndexConfig
 from gateway.errors import ConfigError
-from gateway.index.redis_address import Address, parse_url
-from gateway.index.redis_link import Link, RedisError, open_link, pack
+from gateway.index.redis_address import Place, parse_url
+from gateway.index.redis_link import Address, Link, open_link
 
 UNREACHABLE: Final = (RedisError, OSError, TimeoutError)
 """What every command may raise. It may have been carried out all the same."""
 
+TIMED_OUT: Final = (RedisTimeoutError, TimeoutError)
+"""Those of them that say that a server was silent."""
+
 COMMAND_TIMEOUT_S: Final = 1.0
-_GUIDE_TIMEOUT_S: Final = 0.3  # for a Sentinel or node that is asked the way; the next one may know it
-_CLUSTER_SLOTS: Final = 16_384
-_NOT_ALLOWED: Final = ("NOPERM", "ERR unknown command")
+_SENTINEL_TIMEOUT_S: Final = 0.3  # the next one may know the way
 
 
 class RedisClient:
-    """The commands. Each raises one of ``UNREACHABLE`` when it fails.
+    """A client of redis-py, and what the three topologies do not have in common.
 
     Nothing is tried twice, for whoever asks has something better to do than to wait. But after a failure the next
     command looks afresh where the servers are.
 
     Args:
         config: the URL, and how to authenticate.
+        timeout_s: how long a server may be silent.
+
+    Attributes:
+        commands: the client. Each of its commands raises one of ``UNREACHABLE`` when it fails. Its type is ``Any``, as
+            redis-py declares commands for clients that wait and for clients that do not alike.
+        is_cluster: whether only keys with the same tag can be named in one command.
 
     Raises:
         ConfigError: the URL cannot be understood, or a file that is named cannot be used.
     """
 
-    def __init__(self, config: IndexConfig) -> None:
-        self._config = config
-        self._place = parse_url(config.url)
-        self._tls = _tls_context(config) if self._place.tls else None
-        self._guides = list(self._place.addresses)  # Sentinels or nodes of the cluster; who knew the way last is first
-        self._map: _SlotMap | None = None
-        self._links: dict[tuple[Address, bool], Link] = {}
-        self._looking = asyncio.Lock()
-        if self._place.kind == "one":
-            self._map = _SlotMap([(0, self._place.addresses[0])])
-
-    @property
-    def is_cluster(self) -> bool:
-        """Whether only keys with the same tag can be named in one command."""
-        return self._place.kind == "cluster"
-
-    async def ask(self, tag: bytes, *command: Any) -> Any:
-        """Return the answer to one command on keys with ``tag``."""
-        async with self._minding_failures(COMMAND_TIMEOUT_S):
-            link = await self._link(await self._address(tag))
-            return await link.ask(pack(*command))
-
-    async def ask_packed(self, tag: bytes, packed: bytes) -> Any:
-        """Return the answer to one command, packed by ``pack``. Waits as long as the caller lets it."""
-        try:
-            link = await self._link(await self._address(tag))
-            return await link.ask(packed)
-        except UNREACHABLE as error:
-            self._look_again(error)
-            raise
-
-    async def ask_all(self, commands: Iterable[tuple[bytes, bytes]], timeout_s: float) -> None:
-        """Send many commands, each as (tag, packed), on connections of their own: nobody else waits behind them."""
-        async with self._minding_failures(timeout_s):
-            batches: dict[Address, list[bytes]] = {}
-            for tag, packed in commands:
-                batches.setdefault(await self._address(tag), []).append(packed)
-            for address, batch in batches.items():
-                link = await self._link(address, bulk=True)
-                await link.ask_all(b"".join(batch), len(batch))
+    def __init__(self, config: IndexConfig, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        place = parse_url(config.url)
+        self._place = place
+        self._credentials = _credentials(config, place)
+        self._tls = _tls_settings(config) if place.tls else {}
+        self._settings: dict[str, Any] = {
+            "credential_provider": self._credentials,
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": COMMAND_TIMEOUT_S,
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+            **self._tls,
+        }
+        self.is_cluster = place.kind == "cluster"
+        self._links: dict[Address, Link] = {}
+        self._sentinels: list[Redis] = []
+        self.commands = self._connect(config)
 
     async def run(self) -> str:
         """Return the ids of the server processes that are asked; where they change, what they had may be lost.
 
         Hosted servers that do not tell have none; a fail-over of theirs goes unnoticed.
         """
-        async with self._minding_failures(COMMAND_TIMEOUT_S):
-            primaries = (await self._slot_map()).primaries
-            return " ".join([await _run_of(await self._link(address), address) for address in primaries])
+        try:
+            if not self.is_cluster and (await self.commands.role())[0] != b"master":
+                await self.commands.connection_pool.disconnect()  # the Sentinels know another one by now
+                raise ConnectionError("the server is a replica; the primary is needed")
+            return " ".join([info.get("run_id", "") for info in await self.infos("server")])
+        except ResponseError as error:
+            if isinstance(error, NoPermissionError) or "unknown command" in str(error):
+                return ""
+            raise
 
-    async def publish(self, channel: str, message: bytes) -> None:
-        """Send a message to all that listen; in a cluster, at whichever node."""
-        await self.ask(b"", "PUBLISH", channel, message)
+    async def infos(self, section: str) -> list[dict[str, Any]]:
+        """Return a section of what the primaries tell about themselves, each of them."""
+        if not self.is_cluster:
+            return [await self.commands.info(section)]
+        await self.commands.initialize()
+        primaries = sorted(self.commands.get_primaries(), key=lambda node: str(node.name))
+        return [await self.commands.info(section, target_nodes=node) for node in primaries]
 
-    async def listen(self, channel: str, patience_s: float) -> AsyncIterator[bytes]:
+    async def listen(self, channel: str, tag: str, patience_s: float) -> AsyncIterator[bytes]:
         """Yield the messages of a channel.
+
+        Args:
+            channel: its name.
+            tag: in a cluster, the node that has keys with this tag is listened to. Every node hears every message;
+                this one is sure to be alive if commands on such keys are answered.
+            patience_s: how long there may be none.
 
         Raises:
             TimeoutError: there was none for ``patience_s``.
         """
-        async with self._minding_failures(COMMAND_TIMEOUT_S):
-            link = await self._open(await self._address(b""))
+        redis = self.commands
+        if self.is_cluster:  # pub/sub of redis-py's clusters is younger than the oldest release we allow
+            await redis.initialize()
+            node = redis.get_node_from_key(tag)
+            redis = Redis(host=node.host, port=node.port, **self._settings)
         try:
-            async with asyncio.timeout(COMMAND_TIMEOUT_S):
-                await link.ask(pack("SUBSCRIBE", channel))
-            while True:
-                async with asyncio.timeout(patience_s):
-                    _, _, message = await link.unasked()
-                yield message
+            async with redis.pubsub() as pubsub:
+                await pubsub.subscribe(channel)
+                while (message := await pubsub.get_message(timeout=patience_s)) is not None:
+                    if message["type"] == "message":
+                        yield message["data"]
         finally:
-            link.close()
+            if self.is_cluster:
+                await redis.aclose()
+        raise TimeoutError(f"no message for {patience_s} s")
 
-    async def close(self) -> None:
-        """Close all connections."""
-        self._disconnect()
+    def link(self, tag: bytes) -> Link:
+        """Return a connection to where keys with ``tag`` are, as far as is known since the last command.
 
-    async def _link(self, address: Address, bulk: bool = False) -> Link:
-        link = self._links.get((address, bulk))
+        Raises:
+            ConnectionError: there is none; ``open_links`` opens it.
+        """
+        address = self._address_of(self.commands.get_node_from_key(tag) if self.is_cluster else None)
+        link = self._links.get(address)
         if link is None or not link.is_open:
-            async with self._looking:
-                link = self._links.get((address, bulk))
-                if link is None or not link.is_open:
-                    link = self._links[address, bulk] = await self._open(address)
+            raise ConnectionError(f"no connection to {address}")
         return link
 
-    async def _open(self, address: Address) -> Link:
-        config, place = self._config, self._place
-        file = config.password_file
-        password = file.read_text().strip() if file is not None else config.password or place.password
-        return await open_link(address, self._tls, config.username or place.username, password, place.db)
+    async def open_links(self) -> None:
+        """Open a connection to each server that has keys. Those that are open to others are closed."""
+        nodes = self.commands.get_primaries() if self.is_cluster else [None]
+        addresses = {self._address_of(node) for node in nodes}
+        for address in self._links.keys() - addresses:
+            self._links.pop(address).close()
+        tls = _tls_context(self._tls) if self._tls else None
+        for address in addresses:
+            if address not in self._links or not self._links[address].is_open:
+                async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                    credentials = self._credentials.get_credentials() if self._credentials is not None else ()
+                    self._links[address] = await open_link(address, tls, credentials, self._place.db)
 
-    async def _address(self, tag: bytes) -> Address:
-        return (self._map or await self._slot_map()).primary_of(tag)
-
-    async def _slot_map(self) -> _SlotMap:
-        async with self._looking:
-            if self._map is None:
-                self._map = await self._ask_the_way()
-                for key in [key for key in self._links if key[0] not in self._map.primaries]:
-                    self._links.pop(key).close()
-            return self._map
-
-    async def _ask_the_way(self) -> _SlotMap:
-        failure: BaseException = ConnectionError("no Sentinel knows the primary")
-        ask = _primary_by_sentinel if self._place.kind == "sentinel" else _primaries_by_node
-        for guide in tuple(self._guides):
-            try:
-                async with asyncio.timeout(_GUIDE_TIMEOUT_S):
-                    link = await self._open_guide(guide)
-                    try:
-                        found = await ask(link, guide, self._place.service)
-                    finally:
-                        link.close()
-            except UNREACHABLE as error:
-                failure = error
-                continue
-            # The nodes named in the URL may all be gone one day. Sentinels are not found out about.
-            others = found.primaries if self._place.kind == "cluster" else ()
-            self._guides = list(dict.fromkeys((guide, *others, *self._place.addresses)))
-            return found
-        raise failure
-
-    async def _open_guide(self, guide: Address) -> Link:
-        if self._place.kind == "sentinel":
-            return await open_link(guide, self._tls, "", self._config.sentinel_password or "")
-        return await self._open(guide)
-
-    @asynccontextmanager
-    async def _minding_failures(self, timeout_s: float) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                yield
-        except UNREACHABLE as error:
-            if isinstance(error, TimeoutError):  # the server may be gone without a word
-                self._disconnect()
-            self._look_again(error)
-            raise
-
-    def _look_again(self, error: BaseException) -> None:
-        if self._place.kind == "one":
-            return
-        self._map = None
-        if str(error).startswith("MOVED "):  # the node that it names knows best
-            host, _, port = str(error).rpartition(" ")[2].rpartition(":")
-            self._guides.insert(0, Address(host or self._guides[0].host, int(port)))
-
-    def _disconnect(self) -> None:
+    def close_links(self) -> None:
+        """Close what ``open_links`` opened: a server may be gone without a word."""
         while self._links:
             self._links.popitem()[1].close()
 
+    async def close(self) -> None:
+        """Close all connections."""
+        self.close_links()
+        for client in (self.commands, *self._sentinels):
+            await client.aclose()
 
-class _SlotMap:
-    """Which primary has which hash slots.
+    def _connect(self, config: IndexConfig) -> Any:
+        place, settings = self._place, self._settings
+        if place.kind == "cluster":
+            return RedisCluster(startup_nodes=[ClusterNode(*address) for address in place.addresses], **settings)
+        if place.kind == "one":
+            host, port = place.addresses[0] if place.addresses else ("", 0)
+            return Redis(host=host, port=port, unix_socket_path=place.path or None, db=place.db, **settings)
+        timeouts = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), _SENTINEL_TIMEOUT_S)
+        theirs = {"credential_provider": None, "password": config.sentinel_password}
+        sentinel = cast("Any", Sentinel)(place.addresses, sentinel_kwargs=settings | timeouts | theirs)
+        self._sentinels = sentinel.sentinels
+        return sentinel.master_for(place.service, db=place.db, **settings)
 
-    Args:
-        ranges: first slot and primary of each range of slots; a range ends where the next begins.
-    """
-
-    def __init__(self, ranges: Sequence[tuple[int, Address]]) -> None:
-        in_order = sorted(ranges)
-        self._starts = [start for start, _ in in_order]
-        self._owners = [owner for _, owner in in_order]
-        self.primaries: Sequence[Address] = sorted(set(self._owners))
-
-    def primary_of(self, tag: bytes) -> Address:
-        if len(self._owners) == 1:
-            return self._owners[0]
-        slot = crc_hqx(tag, 0) % _CLUSTER_SLOTS
-        return self._owners[max(0, bisect_right(self._starts, slot) - 1)]
-
-
-async def _primary_by_sentinel(link: Link, _sentinel: Address, service: str) -> _SlotMap:
-    answer = await link.ask(pack("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service))
-    if answer is None:
-        raise ConnectionError(f"the Sentinels know no primary of {service!r}")
-    host, port = answer
-    return _SlotMap([(0, Address(host.decode(), int(port)))])
+    def _address_of(self, node: ClusterNode | None) -> Address:
+        if node is not None:
+            return node.host, int(node.port)
+        if self._place.kind == "sentinel":
+            return cast("Address", self.commands.connection_pool.master_address)
+        return self._place.path or self._place.addresses[0]
 
 
-async def _primaries_by_node(link: Link, node: Address, _service: str) -> _SlotMap:
-    ranges = [
-        (start, Address(host.decode() or node.host, port))
-        for start, _, (host, port, *_), *_ in await link.ask(pack("CLUSTER", "SLOTS"))
-    ]
-    if not ranges:
-        raise ConnectionError("the cluster has given no slots to its nodes")
-    return _SlotMap(ranges)
+class _Credentials(CredentialProvider):
+    """User and password, read anew at every connection."""
+
+    def __init__(self, username: str, password: str, file: Path | None) -> None:
+        self._username = username
+        self._password = password
+        self._file = file
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._file.read_text().strip() if self._file is not None else self._password
+        return (self._username, password) if self._username else (password,)
 
 
-async def _run_of(link: Link, address: Address) -> str:
+def _credentials(config: IndexConfig, place: Place) -> _Credentials | None:
+    username, password = config.username or place.username, config.password or place.password
+    return _Credentials(username, password, config.password_file) if password or config.password_file else None
+
+
+def _tls_settings(config: IndexConfig) -> dict[str, Any]:
+    settings = {
+        "ssl": True,
+        "ssl_ca_certs": config.tls_ca and str(config.tls_ca),
+        "ssl_certfile": config.tls_cert and str(config.tls_cert),
+        "ssl_keyfile": config.tls_key and str(config.tls_key),
+        "ssl_cert_reqs": "none" if config.tls_verify == "none" else "required",
+        "ssl_check_hostname": config.tls_verify == "full",
+    }
     try:
-        role = (await link.ask(pack("ROLE")))[0]
-        info = await link.ask(pack("INFO", "server"))
-    except RedisError as error:
-        if str(error).startswith(_NOT_ALLOWED):
-            return ""
-        raise
-    if role != b"master":
-        raise ConnectionError(f"{address.host}:{address.port} is a replica; the primary is needed")
-    return next((line[7:].decode() for line in info.splitlines() if line.startswith(b"run_id:")), "")
-
-
-def _tls_context(config: IndexConfig) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=config.tls_ca)
-        if config.tls_cert is not None:
-            context.load_cert_chain(config.tls_cert, config.tls_key)
+        _tls_context(settings)
     except OSError as error:
         raise ConfigError(f"index.tls_ca, tls_cert or tls_key cannot be used: {error}") from None
-    if config.tls_verify != "full":
-        context.check_hostname = False
-    if config.tls_verify == "none":
-        context.verify_mode = ssl.CERT_NONE
-    return context
+    return settings
+
+
+def _tls_context(settings: dict[str, Any]) -> ssl.SSLContext:
+    """Return what redis-py connects with."""
+    arguments = {name: value for name, value in settings.items() if name != "ssl"}
+    return SSLConnection(**arguments).ssl_context.get()

@@ -29,9 +29,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
+from redis.exceptions import ResponseError
+
 from gateway.config import IndexConfig
-from gateway.index.redis_client import RedisClient
-from gateway.index.redis_link import RedisError, pack
+from gateway.index.redis_client import UNREACHABLE, RedisClient
 from policies.base import N_TIERS
 from policies.chunks import DIGEST_BYTES
 
@@ -45,7 +46,6 @@ FREED_S: Final = 2 * TRUST_S
 _WRITE_TIMEOUT_S: Final = 10.0  # long: a write that is given up may still be carried out, and later than the next one
 _TAG_BYTES: Final = 2  # 65,536 tags for the 16,384 slots of a cluster
 _KEYS_PER_CALL: Final = 128  # a script keeps all other clients waiting, some 2 µs per key
-_SLOTS_TAG: Final = b"slots"
 _ENTRY_BYTES: Final = 3
 _LISTED_BYTES: Final = 12 * _ENTRY_BYTES  # shorter values are lists, longer ones are spread
 _FIRST_GENERATIONS: Final = 1 << 20
@@ -180,8 +180,9 @@ class RedisStore:
 
     def __init__(self, config: IndexConfig) -> None:
         self._redis = RedisClient(config)
+        self._writer = RedisClient(config, _WRITE_TIMEOUT_S)
         self._namespace = config.namespace
-        slots = f"{config.namespace}:{{{_SLOTS_TAG.decode()}}}"
+        slots = f"{config.namespace}:{{slots}}"
         self._slots = f"{slots}:leases", f"{slots}:owners", f"{slots}:generation"
         self._chunk_ttl_ms = int(max(1.0, config.ttl_s) * 1000)
         # The slots outlive every chunk key of their generation: else its number could come again too soon.
@@ -196,12 +197,15 @@ class RedisStore:
     async def read(self, chunks: Sequence[bytes], root: bytes) -> Iterator[tuple[int, int]]:
         """Return the masks as (mask, number of chunks that have it). Waits as long as the caller lets it."""
         tag = _tag(root)
+        prefix = b"%b{%b}" % (self._prefix, tag)
         try:
-            values = await self._redis.ask_packed(tag, _mget(b"%b{%b}" % (self._prefix, tag), chunks))
-        except RedisError as error:
+            values = await self._redis.link(tag).ask(_mget(prefix, chunks))
+        except ResponseError as error:
             if str(error).startswith(_ON_THE_MOVE):
                 return iter(())
-            raise
+            if not str(error).startswith("MOVED "):
+                raise
+            values = await self._redis.commands.mget([prefix + chunk for chunk in chunks])  # it learns the way
         return _masks(values)
 
     async def write(self, keys_by_nibble: Mapping[tuple[int, int], Sequence[bytes]]) -> None:
@@ -210,7 +214,21 @@ class RedisStore:
         Args:
             keys_by_nibble: (slot, its nibble) → keys as ``tagged`` returns them.
         """
-        await self._redis.ask_all(self._packed_writes(keys_by_nibble), _WRITE_TIMEOUT_S)
+        pipeline = self._writer.commands.pipeline(transaction=False)
+        for (slot, nibble), keys in keys_by_nibble.items():
+            by_tag = groupby(sorted(keys), _tag_of) if self._writer.is_cluster else [(b"", iter(keys))]
+            for _, group in by_tag:
+                names = [self._prefix + key for key in group]
+                for start in range(0, len(names), _KEYS_PER_CALL):
+                    some = names[start : start + _KEYS_PER_CALL]
+                    pipeline.eval(_WRITE, len(some), *some, slot, nibble, self._chunk_ttl_ms)
+        try:
+            await pipeline.execute()
+        except UNREACHABLE:
+            await (
+                self._writer.close()
+            )  # a pipeline of redis-py does not by itself look afresh where a cluster's nodes are
+            raise
 
     async def claim(self, owner: str) -> int:
         """Return the lowest slot that is free, leased to ``owner``; -1 if another generation has begun."""
@@ -224,8 +242,7 @@ class RedisStore:
 
     async def abandon(self, slots: Iterable[int]) -> None:
         """End the leases of slots that are not swept, instead of letting them run out."""
-        leases = [part for slot in slots for part in (0, slot)]
-        await self._redis.ask(_SLOTS_TAG, "ZADD", self._slots[0], "XX", *leases)
+        await self._redis.commands.zadd(self._slots[0], dict.fromkeys(map(str, slots), 0), xx=True)
 
     async def renew(self, owners: Mapping[int, str], begin: bool) -> tuple[set[int], set[int]]:
         """Renew leases, and learn the present generation and who has which slot.
@@ -238,17 +255,22 @@ class RedisStore:
             Slots of ours that have become somebody else's, and must not be written any more; slots that have another
             owner than before.
         """
-        run = await self._redis.run()
-        number, lost, version, table = await self._eval(
-            _RENEW,
-            int(LEASE_S * 1000),
-            self._slots_ttl_ms,
-            run,
-            self._known_generation,
-            int(begin),
-            self._version,
-            *(part for lease in owners.items() for part in lease),
-        )
+        try:
+            run = await self._redis.run()
+            number, lost, version, table = await self._eval(
+                _RENEW,
+                int(LEASE_S * 1000),
+                self._slots_ttl_ms,
+                run,
+                self._known_generation,
+                int(begin),
+                self._version,
+                *(part for lease in owners.items() for part in lease),
+            )
+            await self._redis.open_links()
+        except UNREACHABLE:
+            self._redis.close_links()
+            raise
         self.generation = self._known_generation = number
         self._prefix = f"{self._namespace}:{number:x}:".encode()
         self._version = version
@@ -261,21 +283,10 @@ class RedisStore:
     async def close(self) -> None:
         """Close all connections."""
         await self._redis.close()
-
-    def _packed_writes(
-        self, keys_by_nibble: Mapping[tuple[int, int], Sequence[bytes]]
-    ) -> Iterator[tuple[bytes, bytes]]:
-        for (slot, nibble), keys in keys_by_nibble.items():
-            in_cluster = self._redis.is_cluster
-            groups = groupby(sorted(keys), _tag_of) if in_cluster else [(b"", iter(keys))]
-            for tag, group in groups:
-                names = [self._prefix + key for key in group]
-                for start in range(0, len(names), _KEYS_PER_CALL):
-                    some = names[start : start + _KEYS_PER_CALL]
-                    yield tag, pack("EVAL", _WRITE, len(some), *some, slot, nibble, self._chunk_ttl_ms)
+        await self._writer.close()
 
     async def _eval(self, script: str, *args: str | int) -> Any:
-        return await self._redis.ask(_SLOTS_TAG, "EVAL", script, len(self._slots), *self._slots, *args)
+        return await self._redis.commands.eval(script, len(self._slots), *self._slots, *args)
 
 
 def _tag(root: bytes) -> bytes:

@@ -24,7 +24,7 @@ NOT_CLAIMED: Final = -2
 """In ``SharingStore.beat``: the worker is known here, but another replica should have it."""
 
 _KEEP_S: Final = 60.0  # a record that nobody claims is of no worker that anybody knows
-_TAG: Final = b"sharing"
+_TAG: Final = "sharing"
 _TTL_S: Final = 3600.0
 
 # A worker that its owner does not claim is given up; its slot goes on answering until the next owner names another.
@@ -105,7 +105,7 @@ class SharingStore:
 
     def __init__(self, config: IndexConfig, replica: str) -> None:
         self._redis = RedisClient(config)
-        prefix = f"{config.namespace}:{{{_TAG.decode()}}}"
+        prefix = f"{config.namespace}:{{{_TAG}}}"
         self._keys = f"{prefix}:replicas", f"{prefix}:leases", f"{prefix}:owners"
         self._channel = f"{config.namespace}:news"
         self._replica = replica
@@ -120,14 +120,14 @@ class SharingStore:
         """
         milliseconds = (int(seconds * 1000) for seconds in (life_s, _KEEP_S, _TTL_S))
         args = (self._replica, *milliseconds, *(part for claim in claims.items() for part in claim))
-        replicas, records = await self._redis.ask(_TAG, "EVAL", _BEAT, len(self._keys), *self._keys, *args)
+        replicas, records = await self._redis.commands.eval(_BEAT, len(self._keys), *self._keys, *args)
         return {name.decode() for name in replicas}, {
             worker.decode(): Record(owner.decode(), slot, left_ms / 1000) for worker, owner, slot, left_ms in records
         }
 
     async def tell(self, message: bytes) -> None:
         """Send a message to all replicas that listen, ourselves included."""
-        await self._redis.publish(self._channel, message)
+        await self._redis.commands.execute_command("PUBLISH", self._channel, message)  # publish() is not for clusters
 
     def listen(self, patience_s: float) -> AsyncIterator[bytes]:
         """Yield messages.
@@ -135,7 +135,7 @@ class SharingStore:
         Raises:
             TimeoutError: there was none for ``patience_s``, not even one of our own.
         """
-        return self._redis.listen(self._channel, patience_s)
+        return self._redis.listen(self._channel, _TAG, patience_s)
 
     async def close(self) -> None:
         """Close all connections."""

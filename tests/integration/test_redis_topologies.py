@@ -304,5 +304,5 @@ async def test_a_user_may_do_what_the_documentation_says_and_its_password_may_ch
             await one.store(slot, prompt(5), Tier.HBM)
             await all_seen(other, slot, 5, range(1))
             assert one.number(slot) == slot
-    assert "WRONGPASS" in caplog.text
+    assert "invalid username-password pair" in caplog.text
     assert "-secret" not in caplog.text

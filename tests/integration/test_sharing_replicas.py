@@ -39,7 +39,8 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def slots(gateway: Gateway) -> list[int]:
-    return [worker.slot for worker in gateway.registry.workers.values()]
+    """The workers' slots by the numbers that all replicas know: a slot's owner may call it otherwise."""
+    return [gateway.index.number(worker.slot) for worker in gateway.registry.workers.values()]
 
 
 def in_flight(gateway: Gateway) -> int:

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 import redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.config import IndexConfig
 from gateway.sharing.store import NOT_CLAIMED, SharingStore
@@ -94,7 +95,7 @@ async def test_a_listener_whose_server_dies_learns_it_at_once(store: Build, valk
     await until(heard)
     assert await hearing == b"news"
     valkey.kill()
-    with pytest.raises(ConnectionError):
+    with pytest.raises(RedisConnectionError):
         while True:
             await anext(messages)
 

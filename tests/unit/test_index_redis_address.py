@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from gateway.errors import ConfigError
-from gateway.index.redis_address import Address, Place, parse_url
+from gateway.index.redis_address import Place, parse_url
 
 
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("redis://h", Place("one", (Address("h", 6379),))),
-        ("redis://h:1/2", Place("one", (Address("h", 1),), db=2)),
-        ("rediss://[::1]:1", Place("one", (Address("::1", 1),), tls=True)),
-        ("redis://:p%40ss@h", Place("one", (Address("h", 6379),), password="p@ss")),
-        ("redis://me:p@h", Place("one", (Address("h", 6379),), username="me", password="p")),
-        ("unix:///a/b.sock?db=3", Place("one", (Address("/a/b.sock", -1),), db=3)),
+        ("redis://h", Place("one", (("h", 6379),))),
+        ("redis://h:1/2", Place("one", (("h", 1),), db=2)),
+        ("rediss://[::1]:1", Place("one", (("::1", 1),), tls=True)),
+        ("redis://:p%40ss@h", Place("one", (("h", 6379),), password="p@ss")),
+        ("redis://me:p@h", Place("one", (("h", 6379),), username="me", password="p")),
+        ("unix:///a/b.sock?db=3", Place("one", path="/a/b.sock", db=3)),
         (
             "redis+sentinel://:p@a,b:2/main/4",
-            Place("sentinel", (Address("a", 26379), Address("b", 2)), service="main", db=4, password="p"),
+            Place("sentinel", (("a", 26379), ("b", 2)), service="main", db=4, password="p"),
         ),
-        ("rediss+cluster://a:1,b", Place("cluster", (Address("a", 1), Address("b", 6379)), tls=True)),
+        ("rediss+cluster://a:1,b", Place("cluster", (("a", 1), ("b", 6379)), tls=True)),
     ],
 )
 def test_urls_are_understood(url: str, place: Place) -> None:
