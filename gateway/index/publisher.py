@@ -18,7 +18,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 from gateway.config import IndexConfig
-from gateway.index.redis_client import TIMED_OUT, UNREACHABLE
+from gateway.index.redis_client import ON_THE_MOVE, TIMED_OUT, UNREACHABLE
 from gateway.index.redis_store import LEASE_S, RedisStore
 from gateway.index.table import ChunkTable
 from gateway.tasks import spawn, stop
@@ -261,7 +261,10 @@ class Publisher:
             except UNREACHABLE as error:
                 # What timed out may still arrive, after what is written next: but then under the old generation's keys.
                 self._begin_generation |= isinstance(error, TIMED_OUT)
-                self.failed(error)
+                if type(error) in ON_THE_MOVE:
+                    self.counters.errors += 1
+                else:
+                    self.failed(error)
                 await asyncio.sleep(_FIRST_RETRY_S)  # it may be this write alone that fails
                 continue
             if not self._waiting and not self._leaving:

@@ -19,7 +19,15 @@ from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    ClusterError,
+    MovedError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gateway.config import IndexConfig
@@ -32,6 +40,9 @@ UNREACHABLE: Final = (RedisError, OSError, TimeoutError)
 
 TIMED_OUT: Final = (RedisTimeoutError, TimeoutError)
 """Those of them that say that a server was silent."""
+
+ON_THE_MOVE: Final = (AskError, MovedError, TryAgainError, ClusterError)
+"""Those of exactly these types say that a cluster moves the keys from one node to another; all else is well."""
 
 COMMAND_TIMEOUT_S: Final = 1.0
 _SENTINEL_TIMEOUT_S: Final = 0.3  # the next one may know the way

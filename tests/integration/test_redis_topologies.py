@@ -16,6 +16,7 @@ import httpx
 import pytest
 import redis
 import trustme
+from redis.crc import key_slot
 
 from gateway.config import IndexConfig
 from gateway.errors import ConfigError
@@ -42,6 +43,10 @@ async def two_indexes(url: str, **settings: Any) -> AsyncIterator[tuple[RedisInd
     yield indexes
     for index in indexes:
         await index.close()
+
+
+async def sees(index: RedisIndex, chunks: list[bytes], slot: int, expected: int) -> bool:
+    return await hits(index, chunks, [slot]) == [expected]
 
 
 async def all_seen(index: RedisIndex, slot: int, n_chunks: int, chains: range) -> None:
@@ -306,3 +311,37 @@ async def test_a_user_may_do_what_the_documentation_says_and_its_password_may_ch
             assert one.number(slot) == slot
     assert "invalid username-password pair" in caplog.text
     assert "-secret" not in caplog.text
+
+
+async def test_while_a_hash_slot_moves_its_chains_may_be_unknown_and_all_others_are_known(
+    cluster: list[Valkey],
+) -> None:
+    moving, staying = prompt(20, 901), prompt(20, 902)
+    hash_slot = key_slot(moving[0][:2].hex().encode())
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(redis.Redis.from_url(node.url)) for node in cluster[:3]]
+        async with two_indexes(cluster_url(cluster)) as (one, other):
+            slot, _ = await one.acquire_slot("a"), await other.acquire_slot("b")
+            for chunks in (moving, staying):
+                await one.store(slot, chunks[:10], Tier.HBM)
+            await one.flush()
+            await until(lambda: sees(other, moving, slot, 10))
+            source = next(node for node in nodes if node.execute_command("CLUSTER", "COUNTKEYSINSLOT", hash_slot))
+            target = next(node for node in nodes if node is not source)
+            ids = [node.execute_command("CLUSTER", "MYID") for node in (source, target)]
+            target.execute_command("CLUSTER", "SETSLOT", hash_slot, "IMPORTING", ids[0])
+            source.execute_command("CLUSTER", "SETSLOT", hash_slot, "MIGRATING", ids[1])
+            keys = source.execute_command("CLUSTER", "GETKEYSINSLOT", hash_slot, 1000)
+            port = target.connection_pool.connection_kwargs["port"]
+            for some in (keys[::2], keys[1::2]):
+                source.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", *some)
+                await one.store(slot, moving[10:], Tier.HBM, moving[0])
+                await one.store(slot, staying[10:], Tier.HBM, staying[0])
+                await until(lambda: one.counters.errors > 0)
+                assert one.up and other.up
+                assert await hits(other, moving, [slot]) == [0]
+                await until(lambda: sees(other, staying, slot, 20))
+            for node in (target, source):
+                node.execute_command("CLUSTER", "SETSLOT", hash_slot, "NODE", ids[1])
+            await until(lambda: sees(other, moving, slot, 20))
+            assert one.counters.generations == other.counters.errors == other.counters.skipped == 0
