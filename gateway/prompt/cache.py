@@ -71,6 +71,12 @@ class ByteCache(Generic[K, E]):
         while self.bytes > self.max_bytes:
             self._evict()
 
+    def drop(self, key: K) -> None:
+        """Forget the entry of ``key``."""
+        entry = self.entries.pop(key, None)
+        if entry is not None:
+            self.bytes -= entry.cost
+
     def _evict(self) -> None:
         key, entry = self.entries.popitem(last=False)
         if entry.used:

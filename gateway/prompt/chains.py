@@ -76,6 +76,10 @@ class Chains:
             await asyncio.sleep(0)
         return hashes
 
+    def follow(self, link: Link, segment: Segment) -> Link:
+        """Return the link behind one more segment."""
+        return self._follow(link, (segment,), [])
+
     def _follow(self, link: Link, segments: Sequence[Segment], hashes: list[bytes]) -> Link:
         """Return the link behind the segments, and append their hashes."""
         lookup = self._links.entries.get

@@ -19,6 +19,7 @@ from mmh3 import mmh3_x64_128_digest
 from gateway.errors import BadRequest
 from gateway.prompt.anthropic import read_messages
 from gateway.prompt.cache import ByteCache
+from gateway.prompt.growth import LEAST_BYTES, Conversations
 from gateway.prompt.request import (
     ABSENT,
     ChatRequest,
@@ -32,8 +33,6 @@ from gateway.prompt.responses import read_responses
 
 # Bodies with more values than this that msgspec refuses get no second chance with the slower standard parser.
 _SECOND_OPINION_COMMAS: Final = 100_000
-# A message of a few hundred bytes is decoded in less time than it takes to find it.
-_LONG_CHAT_BYTES: Final = 8 * 2**10
 _MESSAGE_OVERHEAD: Final = 500  # bytes of Python objects per message that is kept
 
 
@@ -94,7 +93,8 @@ class KnownMessages:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._known: ByteCache[bytes, _KnownMessage] = ByteCache(max_bytes)
+        self._known: ByteCache[bytes, _KnownMessage] = ByteCache(max_bytes // 2)
+        self._conversations = Conversations(max_bytes // 2)
         self._keeping = Lock()  # long bodies are read in threads
 
     def read_chat(self, body: bytes) -> ChatRequest:
@@ -104,6 +104,9 @@ class KnownMessages:
             msgspec.DecodeError: the body is not a chat; where, only decoding it as a whole can say.
             RecursionError: it is nested too deeply.
         """
+        known = self._conversations.read(body)
+        if known is not None:
+            return known
         request = _RAW_CHAT.decode(body)
         lookup = self._known.entries.get
         messages = []
@@ -118,7 +121,9 @@ class KnownMessages:
                 message = entry.message
             messages.append(message)
         chat: ChatRequest = request
-        chat.messages = messages
+        raws, chat.messages, chat.conversation = request.messages, messages, None
+        if raws:
+            self._conversations.learn(body, chat, bytes(raws[0]), bytes(raws[-1]))
         return chat
 
     def _keep(self, key: bytes, message: Message) -> None:
@@ -143,12 +148,14 @@ def parse_request(path: str, body: bytes, known: KnownMessages | None = None) ->
     """
     kind, read = _reader(path)
     request: InferenceRequest | None = None
-    if kind is ChatRequest and known is not None and len(body) >= _LONG_CHAT_BYTES:
+    if kind is ChatRequest and known is not None and len(body) >= LEAST_BYTES:
         with suppress(msgspec.DecodeError, RecursionError):
             request = known.read_chat(body)
     try:
         if request is None:
             request = read(body)
+            if isinstance(request, ChatRequest):
+                request.conversation = None
     except msgspec.ValidationError:
         request = _opaque(kind(), _parse_loosely(body))
     except msgspec.DecodeError as error:

@@ -25,6 +25,7 @@ from gateway.prompt.engine import (
     chunk_extras,
     without_tensors,
 )
+from gateway.prompt.growth import Conversation, Reading
 from gateway.prompt.harmony import HarmonyRenderer
 from gateway.prompt.model import Model, load_models
 from gateway.prompt.parsing import KnownMessages, parse_request
@@ -40,7 +41,7 @@ from gateway.prompt.request import (
     MessagesRequest,
     ResponsesRequest,
 )
-from gateway.prompt.segments import Segment
+from gateway.prompt.segments import SEGMENTS_AT_ONCE, Segment, SegmentCache
 from gateway.prompt.selfcheck import SelfCheck
 from gateway.prompt.template import TemplateError
 from gateway.prompt.tokenizer import pack
@@ -222,10 +223,29 @@ class PromptPipeline:
                 prompt = await self._rendered_by_engine(request, candidates, source) if source.asks_media else None
                 return prompt or await self._before_media(request, outlined, model, root)
             texts = await self._rendered(request, outlined, model.renderer)
+        if request.conversation is not None and not request.add_special_tokens:
+            prompt = await self._going_on(request.conversation, texts, model.segments, root)
+            if prompt is not None:
+                return prompt
         segments = await model.segments.get(texts)
         if request.add_special_tokens:
             segments = [*model.before, *segments, *model.after]
         return await self._exact(segments, root)
+
+    async def _going_on(
+        self, conversation: Conversation, texts: Sequence[Pieces], cache: SegmentCache, root: Link
+    ) -> Prompt | None:
+        """Return the prompt of a conversation that begins as it was read before; None where very much is new."""
+        reading = conversation.reading
+        if reading is None or reading.cache is not cache or reading.root is not root:
+            reading = Reading(cache, root)
+        n_common = reading.common(texts)
+        if len(texts) - n_common > SEGMENTS_AT_ONCE:
+            return None
+        added = await cache.get(texts[n_common:])
+        conversation.reading = reading = reading.going_on(texts, n_common, added, self._chains)
+        parts = [segment.ids for segment in reading.segments]
+        return Prompt(reading.tokens[-1], reading.hashes, True, parts, tokenized=True)
 
     async def _rendered(self, request: ChatRequest, outlined: Outline, renderer: ChatRenderer) -> Sequence[Pieces]:
         if len(outlined.shapes) > _INLINE_MESSAGES or len(request.body) > _INLINE_BYTES:

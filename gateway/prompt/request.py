@@ -78,6 +78,7 @@ class ChatRequest(_Request, kw_only=True):
 
     Attributes:
         name_first: whether the functions of tool calls reach the template with their name first.
+        conversation: what is known of its beginning, see ``growth``; None where nothing is.
     """
 
     kind: ClassVar[str] = "chat"
@@ -94,6 +95,7 @@ class ChatRequest(_Request, kw_only=True):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     completion_tokens_limit: int | None = msgspec.field(default=None, name="max_completion_tokens")
+    conversation: Any = msgspec.field(default=None, name=" ")  # no JSON field either
 
     @property
     def max_tokens(self) -> int | None:

@@ -57,8 +57,8 @@ def parse(path: str, body: bytes) -> None:
 
 
 def values(request: ChatRequest) -> str:
-    """Return what a request holds but for its body; as text, because NaN is not equal to itself."""
-    fields = [getattr(request, field) for field in request.__struct_fields__ if field != "body"]
+    """Return what a request holds but for its body and what is known of that; as text, because NaN is not equal to itself."""
+    fields = [getattr(request, field) for field in request.__struct_fields__ if field not in ("body", "conversation")]
     return repr([bytes(field) if isinstance(field, msgspec.Raw) else field for field in fields])
 
 

@@ -192,7 +192,7 @@ def test_messages_of_long_chats_are_read_once_if_they_are_texts():
     body = json.dumps({"model": "m", "messages": [long, parts]}).encode()
     known = KnownMessages(2**20)
     first, second = (parse_request(CHAT, body, known) for _ in range(2))
-    assert first == second
+    assert first.messages == second.messages
     assert first.messages == parse_request(CHAT, body).messages
     assert first.messages[0] is second.messages[0]
     assert first.messages[1] is not second.messages[1]

@@ -1,0 +1,228 @@
+"""Long chats that grow: what was made of a conversation's last request serves its next, which begins as that did.
+
+Clients send the whole conversation each time, with something added at its end. So the messages of a request that begins
+like an earlier one are not decoded again, and where the template makes the same of them, their tokens and chunk hashes
+are not looked up again. What was learned is compared, never believed: a body must begin with the very bytes, a text be
+the very text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Lock
+from typing import Any, Final
+
+import msgspec
+
+from gateway.prompt.cache import ByteCache, Entry
+from gateway.prompt.chains import Chains, Link
+from gateway.prompt.plan import Pieces
+from gateway.prompt.request import ABSENT, ChatRequest, Message
+from gateway.prompt.segments import Segment, SegmentCache
+
+LEAST_BYTES: Final = 8 * 2**10
+"""Shorter chats are read anew in less time than it takes to find them."""
+
+_STEP: Final = 2048  # conversations are found at lengths that are multiples of this …
+_STEPS: Final = 32  # … and were so many of them shorter at most
+_MARK: Final = 64  # bytes before such a length, by which they are found
+_OVERHEAD: Final = 2000
+_MESSAGE_OVERHEAD: Final = 1000  # bytes of Python objects per message, its segments and links included
+_BYTES_PER_BYTE: Final = 4  # text, ids and hashes of what takes one byte in the body
+_OPENING: Final = b'{"messages":['
+
+
+class _RawChatRequest(ChatRequest, kw_only=True):
+    messages: msgspec.Raw = ABSENT  # type: ignore[assignment]
+
+
+_RAW_CHAT: Final = msgspec.json.Decoder(_RawChatRequest)
+_RAWS: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_MESSAGE: Final = msgspec.json.Decoder(Message)
+_FIELDS: Final = [
+    (field.name, b'"%b"' % field.encode_name.encode(), field.default)
+    for field in msgspec.structs.fields(ChatRequest)
+    if field.name not in ("messages", "body", "conversation")
+]
+
+
+class Reading:
+    """What became of a conversation's texts.
+
+    Attributes:
+        cache: where its segments are from.
+        root: of its chain.
+        texts: of its segments.
+        segments: one per text; the other lists say what holds after each of them.
+        links: of the chain.
+        tokens: how many there are.
+        counts: how many chunks are whole.
+        hashes: of all whole chunks.
+    """
+
+    __slots__ = ("cache", "counts", "hashes", "links", "root", "segments", "texts", "tokens")
+
+    def __init__(self, cache: SegmentCache, root: Link) -> None:
+        self.cache = cache
+        self.root = root
+        self.texts: Sequence[Pieces] = []
+        self.segments: list[Segment] = []
+        self.links: list[Link] = []
+        self.tokens: list[int] = []
+        self.counts: list[int] = []
+        self.hashes: list[bytes] = []
+
+    def common(self, texts: Sequence[Pieces]) -> int:
+        """Return how many leading texts are the same."""
+        known, most = self.texts, min(len(self.texts), len(texts))
+        # mostly all but the last message, and what asks for the answer
+        start = most - 2 if most > 1 and known[: most - 2] == texts[: most - 2] else 0
+        return next((at for at in range(start, most) if known[at] != texts[at]), most)
+
+    def going_on(self, texts: Sequence[Pieces], n_common: int, added: list[Segment], chains: Chains) -> Reading:
+        """Return the reading of ``texts``, the first ``n_common`` of which are ours and the others became ``added``."""
+        reading = Reading(self.cache, self.root)
+        reading.texts = texts
+        reading.segments = segments = self.segments[:n_common]
+        reading.links = links = self.links[:n_common]
+        reading.tokens = tokens = self.tokens[:n_common]
+        reading.counts = counts = self.counts[:n_common]
+        reading.hashes = hashes = self.hashes[: counts[-1] if counts else 0]
+        link, total = (links[-1], tokens[-1]) if n_common else (self.root, 0)
+        for segment in added:
+            link = chains.follow(link, segment)
+            total += len(segment)
+            hashes += link.hashes
+            segments.append(segment)
+            links.append(link)
+            tokens.append(total)
+            counts.append(len(hashes))
+        return reading
+
+
+class Conversation(Entry):
+    """A chat that was read before.
+
+    Attributes:
+        prefix: the beginning of its last body, up to the end of the last message but one: the last may be another
+            next time, as when an answer is asked for again.
+        messages: of the prefix; not to be changed.
+        head: attributes of the request that stand before the messages, and their values.
+        names: by which these are called in the body.
+        reading: what became of its texts, None until then.
+    """
+
+    __slots__ = ("head", "messages", "names", "prefix", "reading")
+
+    def __init__(self, prefix: bytes, messages: list[Message], head: ChatRequest) -> None:
+        super().__init__(0)
+        self.prefix = prefix
+        self.messages = messages
+        self.head: list[tuple[str, Any]] = []
+        self.names: list[bytes] = []
+        for attribute, name, default in _FIELDS:
+            if (value := getattr(head, attribute)) is not default:
+                self.head.append((attribute, value))
+                self.names.append(name)
+        self.reading: Reading | None = None
+
+
+class Conversations:
+    """The conversations read of late.
+
+    Args:
+        max_bytes: bound on what is kept of them.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._known: ByteCache[tuple[int, bytes], Conversation] = ByteCache(max_bytes)
+        self._keeping = Lock()  # long bodies are read in threads
+
+    def read(self, body: bytes) -> ChatRequest | None:
+        """Return the request of a body that goes on with a known conversation, else None.
+
+        Raises:
+            msgspec.DecodeError: the rest is not that of a chat; decoding the body as a whole says more.
+            RecursionError: it is nested too deeply.
+        """
+        with self._keeping:
+            conversation = self._find(body)
+            if conversation is None:
+                return None
+            start, messages = len(conversation.prefix), conversation.messages
+        separator = body[start : start + 1]
+        if separator not in (b",", b"]"):
+            return None
+        added = separator == b","
+        rest: Any = _RAW_CHAT.decode(_OPENING + body[start + added :])
+        end = start + added + len(rest.messages) - 2  # where the closing bracket stands
+        tail = body[end:]
+        # a field that comes twice counts the second time
+        if b"\\" in tail or b'"messages"' in tail or any(name in tail for name in conversation.names):
+            return None
+        raws = _RAWS.decode(rest.messages)
+        messages = rest.messages = [*messages, *map(_MESSAGE.decode, raws)]
+        for attribute, value in conversation.head:
+            setattr(rest, attribute, value)
+        rest.conversation = conversation
+        if len(raws) > 1:
+            prefix = _before_last(body, bytes(raws[-1]), end)
+            with self._keeping:
+                self._forget(conversation)
+                conversation.prefix, conversation.messages = prefix, messages[:-1]
+                self._keep(conversation)
+        request: ChatRequest = rest
+        return request
+
+    def learn(self, body: bytes, request: ChatRequest, first: bytes, last: bytes) -> None:
+        """Remember a conversation, so that it is known when it goes on.
+
+        Args:
+            body: of the request.
+            request: what was read of it.
+            first: its first message as it stands in the body.
+            last: likewise its last.
+        """
+        if len(request.messages) < 2:
+            return
+        start, end = body.find(first), body.rfind(last) + len(last)
+        with suppress(msgspec.DecodeError, RecursionError):
+            head, tail = _RAW_CHAT.decode(body[:start] + b"]}"), _RAW_CHAT.decode(_OPENING + body[end:])
+            # else they stand there in some other field, too
+            if bytes(head.messages).startswith(b"[") and bytes(tail.messages).startswith(b"["):
+                prefix = _before_last(body, last, end)
+                request.conversation = Conversation(prefix, request.messages[:-1], head)
+                with self._keeping:
+                    self._keep(request.conversation)
+
+    def _find(self, body: bytes) -> Conversation | None:
+        lookup = self._known.entries.get
+        longest = len(body) // _STEP * _STEP
+        for size in range(longest, max(LEAST_BYTES // 2, longest - _STEPS * _STEP), -_STEP):
+            conversation = lookup((size, body[size - _MARK : size]))
+            if conversation is not None and body.startswith(conversation.prefix):
+                conversation.used = True
+                return conversation
+        return None
+
+    def _keep(self, conversation: Conversation) -> None:
+        conversation.cost = (
+            _OVERHEAD + _MESSAGE_OVERHEAD * len(conversation.messages) + _BYTES_PER_BYTE * len(conversation.prefix)
+        )
+        self._known.put(_key(conversation), conversation)
+
+    def _forget(self, conversation: Conversation) -> None:
+        key = _key(conversation)
+        if self._known.entries.get(key) is conversation:
+            self._known.drop(key)
+
+
+def _before_last(body: bytes, last: bytes, end: int) -> bytes:
+    """Return what ends with the last message but one; ``end`` is where the last one ends."""
+    return body[: body.rindex(b"}", 0, body.rindex(last, 0, end)) + 1]
+
+
+def _key(conversation: Conversation) -> tuple[int, bytes]:
+    size = len(conversation.prefix) // _STEP * _STEP
+    return size, conversation.prefix[size - _MARK : size]

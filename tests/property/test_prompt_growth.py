@@ -1,0 +1,113 @@
+"""A conversation read as the continuation of an earlier request is what it would be if it were read alone."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.prompt.growth import LEAST_BYTES
+from gateway.prompt.parsing import KnownMessages, parse_request
+from gateway.prompt.request import ChatRequest
+
+PATH = "/v1/chat/completions"
+LONG = {"role": "system", "content": "You are a careful engineer. " * (LEAST_BYTES // 20)}
+
+texts = st.one_of(st.text(max_size=30), st.sampled_from(['"messages"', '{"model":"x"}', "],[", "\\", "\n"]))
+messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": texts},
+    optional={"tool_call_id": texts, "tool_calls": st.just([{"function": {"name": "f", "arguments": "{}"}}])},
+)
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "model": texts,
+        "stream": st.booleans(),
+        "max_tokens": st.integers(1, 9),
+        "tools": st.sampled_from([[], [{"type": "function"}], None]),
+        "reasoning_effort": st.sampled_from(["low", None]),
+        "messages": st.lists(messages, max_size=2),
+        "unknown": st.lists(messages, max_size=2),
+    },
+)
+separators = st.sampled_from([(",", ":"), (", ", ": ")])
+
+
+def body(before: dict, chat: list, after: dict, separators: tuple[str, str]) -> bytes:
+    """A chat whose fields come before and after its messages; one that is in both comes twice."""
+    parts = [*before.items(), ("messages", chat), *after.items()]
+    comma, colon = separators
+    return (
+        "{" + comma.join(f"{json.dumps(k)}{colon}{json.dumps(v, separators=separators)}" for k, v in parts) + "}"
+    ).encode()
+
+
+def seen(request: ChatRequest) -> dict:
+    """All that a request says."""
+    wanted = {name: getattr(request, name) for name in ChatRequest.__struct_fields__ if name != "conversation"}
+    return {name: bytes(value) if isinstance(value, msgspec.Raw) else value for name, value in wanted.items()}
+
+
+@given(
+    before=fields,
+    turns=st.lists(st.lists(messages, max_size=3), min_size=2, max_size=4),
+    after=st.lists(fields, min_size=4, max_size=4),
+    separators=separators,
+)
+@settings(deadline=None, max_examples=150)
+def test_a_continued_chat_reads_as_it_would_alone(before, turns, after, separators):
+    known = KnownMessages(10**7)
+    chat: list = [LONG]
+    for turn, fields_after in zip(turns, after, strict=False):
+        chat = [*chat, *turn]
+        raw = body(before, chat, fields_after, separators)
+        try:
+            alone = seen(parse_request(PATH, raw))
+        except Exception as error:
+            with pytest.raises(type(error)):
+                parse_request(PATH, raw, known)
+            continue
+        assert seen(parse_request(PATH, raw, known)) == alone
+
+
+@given(cut=st.integers(1, 60), other=st.sampled_from([b"}", b"]", b",", b'"', b"{", b"\\", b"x"]))
+@settings(deadline=None, max_examples=100)
+def test_a_broken_continuation_is_refused_as_it_would_be_alone(cut, other):
+    known = KnownMessages(10**7)
+    first = body({"model": "m"}, [LONG, {"role": "user", "content": "a"}], {"stream": True}, (",", ":"))
+    parse_request(PATH, first, known)
+    broken = first[:-cut] + other + first[len(first) - cut + 1 :]
+    try:
+        alone = seen(parse_request(PATH, broken))
+    except Exception as error:
+        with pytest.raises(type(error)):
+            parse_request(PATH, broken, known)
+    else:
+        assert seen(parse_request(PATH, broken, known)) == alone
+
+
+def test_the_next_request_of_a_conversation_shares_the_messages_of_the_last():
+    known = KnownMessages(10**7)
+    chat = [LONG, {"role": "user", "content": "first"}]
+    parse_request(PATH, body({"model": "m"}, [*chat[:1], {"role": "user", "content": "unlike"}], {}, (",", ":")), known)
+    first = parse_request(PATH, body({"model": "m"}, chat, {"stream": True}, (",", ":")), known)
+    chat += [{"role": "assistant", "content": "answer", "tool_calls": []}, {"role": "user", "content": "second"}]
+    second = parse_request(PATH, body({"model": "m"}, chat, {"max_tokens": 3}, (",", ":")), known)
+    assert isinstance(first, ChatRequest)
+    assert isinstance(second, ChatRequest)
+    assert second.conversation is first.conversation is not None
+    assert second.messages[0] is first.messages[0]
+    assert (second.model, second.stream, second.max_tokens) == ("m", None, 3)
+    assert [message.content for message in second.messages[1:]] == ["first", "answer", "second"]
+
+
+def test_a_client_cannot_write_what_is_known_of_its_conversation():
+    short = b'{"messages":[{"role":"user","content":"hi"}]," ":{"reading":1}}'
+    long = short.replace(b'"hi"', b'"' + b"hi" * LEAST_BYTES + b'"')
+    for raw in (short, long):
+        request = parse_request(PATH, raw, KnownMessages(10**7))
+        assert isinstance(request, ChatRequest)
+        assert request.conversation is None or not isinstance(request.conversation, dict)
