@@ -247,8 +247,7 @@ def read_scenario(
     name, _, words = source.partition(":")
     if name == CODE:
         return _code(words, seed, loop, api, load)
-    closed_loop = None if loop in ("", "closed") else loop == "sessions"
-    trace = Traffic(source, load=load, first=first, closed_loop=closed_loop).trace(seed)
+    trace = Traffic(source, load=load, first=first).trace(seed)
     trace.check()
     return TraceScenario(trace, loop, api)
 

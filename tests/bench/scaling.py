@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bench.measure import WORKLOADS, run
-from tests.bench.peers import kvway_processes
 from tests.bench.results import Results
 from tests.bench.rig import Cores, become_load, choose_cores
+from tests.bench.routers import kvway_processes
 from tests.bench.testbed import Target, Testbed
 
 ROUNDS = 3

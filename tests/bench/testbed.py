@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench.peers import Peer, Place
 from tests.bench.rig import Cores, Meter, Process
+from tests.bench.routers import Peer, Place
 from tests.processes import free_ports
 
 HOST = "127.0.0.1"

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sim.load.scenario import read_scenario
+from sim.profiles import find_profile
+from sim.requests import SimRequest, Trace
+from tests.bench.peers import KVWAY, QUICK_SOURCES, SOURCES, targets
+from tests.bench.peers_fleet import BLOCK_TOKENS, DECODING, PROFILE, busy_s, tokenized
+
+
+def row(router: str, ttft_s: float, rate: float = 10.0, hit_rate: float = 0.8, **fields: Any) -> dict[str, Any]:
+    times = dict.fromkeys(("ttft_p50_s", "ttft_p90_s", "ttft_p99_s"), ttft_s)
+    cell = {"workload": "w", "share": 0.9, "router": router, "failed": 0, "problem": ""}
+    return {**cell, **times, "requests_per_s": rate, "hit_rate": hit_rate, **fields}
+
+
+BEST, FAR_BELOW = "w_90%_best", "w_90%_ttft_p90_20%_below"
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "best", "far_below"),
+    [
+        (row(KVWAY, 0.79), row("peer", 1.0), True, True),
+        (row(KVWAY, 0.81), row("peer", 1.0), True, False),
+        (row(KVWAY, 1.01), row("peer", 1.0), False, False),
+        (row(KVWAY, 0.5, hit_rate=0.7), row("peer", 1.0), False, True),
+        (row(KVWAY, 0.5, rate=9.95), row("peer", 1.0), True, True),
+        (row(KVWAY, 0.5, failed=1), row("peer", 1.0), False, True),
+        (row(KVWAY, 0.5), row("peer", 1.0, problem="did not start"), False, False),
+    ],
+)
+def test_targets(own: dict[str, Any], other: dict[str, Any], best: bool, far_below: bool) -> None:
+    assert targets([own, other], {}) == {BEST: best, FAR_BELOW: far_below}
+
+
+def test_with_an_absent_peer_no_target_is_met() -> None:
+    assert not any(targets([row(KVWAY, 0.5), row("peer", 1.0)], {"other": "no network"}).values())
+
+
+def test_a_workload_costs_what_no_request_before_has_computed() -> None:
+    profile = find_profile(PROFILE)
+    size = 4 * BLOCK_TOKENS
+    requests = [SimRequest(0, [1, 2, 3, 4], size, 16), SimRequest(1, [1, 2, 3, 5], size, 16)]
+    decode = 2 * 16 * profile.itl_s(DECODING, DECODING * (size + 8)) / DECODING
+    prefill = profile.ttft_s(size) + profile.ttft_s(BLOCK_TOKENS, 3 * BLOCK_TOKENS)
+    assert busy_s(Trace(requests, BLOCK_TOKENS)) == pytest.approx(prefill + decode)
+
+
+@pytest.mark.parametrize("source", QUICK_SOURCES.values(), ids=list(QUICK_SOURCES))
+def test_workloads_share_prefixes(source: str) -> None:
+    trace = tokenized(read_scenario(source, loop="sessions"), "w")
+    named = sum(len(request.chunks) for request in trace.requests)
+    assert len({chunk for request in trace.requests for chunk in request.chunks}) < named / 2
+
+
+def test_a_quick_run_has_the_same_workloads() -> None:
+    assert SOURCES.keys() == QUICK_SOURCES.keys()
