@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -188,6 +188,11 @@ def worker(
     kv_topic: Annotated[str, typer.Option(help="topic of the events")] = "",
     kv_connect: Annotated[bool, typer.Option(help="connect the publisher instead of binding it")] = False,
     array_events: Annotated[bool, typer.Option(help="events as arrays, as vLLM before 0.26")] = False,
+    role: Annotated[Literal["mixed", "prefill", "decode"], typer.Option(help="what it does of a request")] = "mixed",
+    pd: Annotated[
+        Literal["nixl", "mooncake", "sglang"] | None, typer.Option(help="protocol by which KV is handed over")
+    ] = None,
+    link_gb_s: Annotated[float, typer.Option(help="GB/s at which KV arrives from another worker")] = 25.0,
 ) -> None:
     """Run a simulated worker: to whoever looks from outside, a vLLM."""
     import uvloop
@@ -216,6 +221,9 @@ def worker(
             kv_topic=kv_topic,
             kv_connect=kv_connect,
             event_format="array" if array_events else "map",
+            role=role,
+            pd=pd,
+            link_gb_s=link_gb_s,
         )
         raise typer.Exit(uvloop.run(serve_worker(settings)))
     except (ValueError, OSError) as error:

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from gateway.config_sections import OnDisk, Port, Seconds, Section
 from gateway.config_source import describe_mistakes, overlay_environment, read_yaml
-from gateway.config_workers import DiscoveryConfig, Workers
+from gateway.config_workers import DisaggregationConfig, DiscoveryConfig, Workers
 from gateway.config_workers import KvEventsConfig as KvEventsConfig
 from gateway.config_workers import PrefillConfig as PrefillConfig
 from gateway.config_workers import WorkerConfig as WorkerConfig
@@ -323,6 +323,7 @@ class Config(Section):
         {}, description="one of " + ", ".join(f"`{path}`" for path in get_args(RoutePath))
     )
     dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetryConfig = RetryConfig()
     resumption: ResumptionConfig = ResumptionConfig()

@@ -53,6 +53,26 @@ class TiersConfig(Section):
     remote_gb_s: float = Field(10.0, gt=0, description="GB/s from the remote pool")
 
 
+class DisaggregationConfig(Section):
+    """Prompts prefilled by workers with role `prefill`, for those that decode; see docs/disaggregation.md."""
+
+    policy: Literal["always", "never", "break-even"] = Field(
+        "break-even", description="which requests go over two workers; break-even: those that gain by it"
+    )
+    link_gb_s: float = Field(
+        10.0, gt=0, description="GB/s between two workers to start from, corrected by what is observed"
+    )
+    latency_s: Seconds = Field(0.005, description="what a hand-over takes besides moving KV")
+    interference: float = Field(
+        0.1,
+        ge=0,
+        description="how much a second of prefill costs every request that runs beside it, in seconds of TTFT",
+    )
+    lease_s: Seconds = Field(
+        20.0, description="how long KV that was not fetched can still be; less than the engines' kv_lease_duration"
+    )
+
+
 class WorkerSettings(Section):
     """What may be the same for many engine instances."""
 
@@ -60,6 +80,14 @@ class WorkerSettings(Section):
     domain: str = Field("", description="failure domain, for instance the zone")
     role: Literal["mixed", "prefill", "decode"] = Field(
         "mixed", description="what the engine is set up for, where prefill and decode are apart"
+    )
+    pd: Literal["nixl", "mooncake", "sglang"] = Field(
+        "nixl",
+        description="how KV goes from prefill to decode: vLLM's NixlConnector or MooncakeConnector, or SGLang's "
+        "disaggregation; see docs/disaggregation.md",
+    )
+    bootstrap_port: WorkerPort = Field(
+        8998, description="of a prefill worker with pd mooncake or sglang: port of its bootstrap server"
     )
     kv_capacity_tokens: int = Field(0, ge=0, description="KV cache size; 0: read it from the worker's metrics")
     pool: str = Field(

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sim.engine_loop import EngineLoop
 from sim.faults import Fault, Faults
+from sim.handover import FETCH_PATH, HandOvers
 from sim.inference import Inference, chat_of
 from sim.kv_events import BUFFERED_BATCHES, EventPublisher
 from sim.metrics import WorkerMetrics
@@ -44,6 +45,7 @@ class Endpoints:
     inference: Inference
     metrics: WorkerMetrics
     publisher: EventPublisher | None
+    hand_overs: HandOvers
     begin_fault: Callable[[Fault], None]
 
     def app(self) -> Starlette:
@@ -60,6 +62,8 @@ class Endpoints:
             Route("/version", self._version),
             Route("/kv_event_sources", self._kv_event_sources),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+            Route(FETCH_PATH, self.hand_overs.serve),
+            Route("/query", self.hand_overs.query),
             Route(_FAULT_PATH, self._fault, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _client_gone}

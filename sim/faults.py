@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-Kind = Literal["die", "hang", "error503", "cut", "slow", "none"]
+Kind = Literal["die", "hang", "error503", "cut", "slow", "lose_transfer", "expire_lease", "slow_link", "none"]
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,11 +16,13 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kind: ``die`` (all sockets close, as after a kill), ``hang`` (connections are accepted, nothing is answered,
             streams stand still), ``error503`` (inference requests are refused as at a queue limit), ``cut`` (streams
-            break off without an end), ``slow`` (steps take longer) or ``none`` (end all faults).
+            break off without an end), ``slow`` (steps take longer), ``lose_transfer`` (KV handed over does not arrive),
+            ``expire_lease`` (KV to be handed over is given up at once), ``slow_link`` (it takes longer to arrive) or
+            ``none`` (end all faults).
         seconds: how long it lasts; 0: until ``none``.
-        count: how many requests it meets (``error503``, ``cut``); 0: all of them.
+        count: how many requests it meets (``error503``, ``cut``, ``lose_transfer``, ``expire_lease``); 0: all of them.
         after_tokens: ``cut``: tokens that a stream still delivers.
-        factor: ``slow``: how many times longer steps take.
+        factor: ``slow``, ``slow_link``: how many times longer steps, or transfers, take.
     """
 
     kind: Kind

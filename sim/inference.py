@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 from uuid import uuid4
 
 from starlette.requests import Request as HttpRequest
@@ -18,6 +18,7 @@ from sim.cache import Tokens, hash_blocks
 from sim.engine_loop import EngineLoop
 from sim.faults import Faults
 from sim.generation import Generation
+from sim.handover import HandOvers
 from sim.metrics import WorkerMetrics
 from sim.protocol import (
     CHAT,
@@ -51,16 +52,24 @@ class Inference:
         engine: where sequences go.
         metrics: told about refused requests.
         faults: refusals and cuts on demand.
+        hand_overs: KV from and for other workers.
     """
 
     def __init__(
-        self, settings: WorkerSettings, tokenizer: Tokenizer, engine: EngineLoop, metrics: WorkerMetrics, faults: Faults
+        self,
+        settings: WorkerSettings,
+        tokenizer: Tokenizer,
+        engine: EngineLoop,
+        metrics: WorkerMetrics,
+        faults: Faults,
+        hand_overs: HandOvers,
     ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._engine = engine
         self._metrics = metrics
         self._faults = faults
+        self._hand_overs = hand_overs
 
     async def chat(self, request: HttpRequest) -> Response:
         """``POST /v1/chat/completions``."""
@@ -69,7 +78,7 @@ class Inference:
         self._check(body)
         body.max_tokens = body.max_completion_tokens or body.max_tokens
         tokens = await self.encode(chat_of(body), len(raw))
-        return self._generate(request, CHAT, body, [tokens])
+        return await self._generate(request, CHAT, body, [tokens])
 
     async def completions(self, request: HttpRequest) -> Response:
         """``POST /v1/completions``."""
@@ -78,7 +87,7 @@ class Inference:
         self._check(body)
         tokens = [await self.encode(prompt, len(raw)) for prompt in prompts(body.prompt, "prompt")]
         body.max_tokens = body.max_tokens or 16  # vLLM's default for text completions
-        return self._generate(request, TEXT, body, tokens)
+        return await self._generate(request, TEXT, body, tokens)
 
     async def encode(self, prompt: Chat | str | Sequence[int], size: int) -> Tokens:
         """Return the ids of a prompt that came in a body of ``size`` bytes.
@@ -122,27 +131,39 @@ class Inference:
         if body.cache_salt is not None and not _SALT.fullmatch(body.cache_salt):
             raise bad_request("cache_salt must be 1 to 128 characters without @, /, \\ and NUL", "cache_salt")
 
-    def _generate(self, http: HttpRequest, shape: Shape, body: GenerationBody, tokens: list[Tokens]) -> Response:
+    async def _generate(self, http: HttpRequest, shape: Shape, body: GenerationBody, tokens: list[Tokens]) -> Response:
         settings = self._settings
         for prompt in tokens:
             self._check_length(len(prompt))
         if settings.max_requests and len(self._engine) + len(tokens) > settings.max_requests:
             self._metrics.rejected()
             raise queue_full()
+        request_id = http.headers.get("x-request-id") or uuid4().hex[:16]
+        key = self._hand_overs.key_to_offer(body, f"{shape.id_prefix}{request_id}")
+        if key is not None:
+            body.max_tokens = 1
+        received = await self._hand_overs.receive(body, len(tokens[-1]))
         wakeup = asyncio.Event()
         generations = [self._sequence(prompt, body, wakeup) for prompt in tokens]
+        if received is not None:
+            generations[-1].request.remote_tokens = received.tokens
         answer = Answer(
             shape,
-            http.headers.get("x-request-id") or uuid4().hex[:16],
+            request_id,
             body.model or settings.model,
             generations,
             body.stream_options or StreamOptions(),
             settings.prompt_tokens_details,
             settings.stream_interval,
+            received.reported_tokens if received is not None else None,
         )
         for generation in generations:
             self._engine.submit(generation)
-        return _Generating(self._engine, generations, wakeup, answer, bool(body.stream), self._faults)
+        offer = partial(self._offer, key, generations[-1].request) if key is not None else None
+        return _Generating(self._engine, generations, wakeup, answer, bool(body.stream), self._faults, offer)
+
+    async def _offer(self, key: str, request: Request) -> dict[str, Any] | None:
+        return await self._hand_overs.offer(key, request.prompt_tokens, request.cached_tokens)
 
     def _check_length(self, length: int) -> None:
         limit = self._settings.context_tokens
@@ -187,7 +208,10 @@ def chat_of(body: ChatBody) -> Chat:
 
 
 class _Generating(Response):
-    """The response to a request whose sequences are in the engine; a client that leaves aborts them."""
+    """The response to a request whose sequences are in the engine; a client that leaves aborts them.
+
+    ``offer`` hands the KV of the prompt to another worker once it is there.
+    """
 
     def __init__(
         self,
@@ -197,6 +221,7 @@ class _Generating(Response):
         answer: Answer,
         stream: bool,
         faults: Faults,
+        offer: Callable[[], Awaitable[dict[str, Any] | None]] | None,
     ) -> None:
         super().__init__()
         self._engine = engine
@@ -205,6 +230,7 @@ class _Generating(Response):
         self._answer = answer
         self._stream = stream
         self._faults = faults
+        self._offer = offer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.get_running_loop().create_task(self._abort_when_gone(receive))
@@ -221,7 +247,7 @@ class _Generating(Response):
         while not self._answer.complete:
             if not await self._more():
                 return
-        body = self._answer.whole()
+        body = self._answer.whole(await self._offer() if self._offer is not None else None)
         await _start(send, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.body", "body": body})
 
@@ -239,6 +265,8 @@ class _Generating(Response):
                 scope["transport"].abort()
                 await gone
                 return
+        if self._offer is not None:
+            await self._offer()
         await send({"type": "http.response.body", "body": self._answer.ending()})
 
     async def _more(self) -> bool:

@@ -62,6 +62,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     echo: bool | None = False
     cache_salt: str | None = None
     vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -167,6 +171,7 @@ class Answer:
         options: what a stream says about usage.
         details: whether usage has ``prompt_tokens_details``.
         interval: tokens per chunk, after the first.
+        cached_tokens: what usage calls cached; None: what the worker had cached.
     """
 
     def __init__(
@@ -178,6 +183,7 @@ class Answer:
         options: StreamOptions,
         details: bool,
         interval: int,
+        cached_tokens: int | None = None,
     ) -> None:
         self._shape = shape
         self._head = {"id": f"{shape.id_prefix}{request_id}", "object": shape.object, "created": int(time.time())}
@@ -186,6 +192,7 @@ class Answer:
         self._options = options
         self._details = details
         self._interval = interval
+        self._cached_tokens = cached_tokens
         self._written = [0] * len(generations)
         chunk_head = _json(self._head | {"object": shape.chunk_object})[:-1]
         self._chunk_head = b"data: " + chunk_head + b',"choices":['
@@ -205,10 +212,11 @@ class Answer:
         """Whether every token is in the chunks so far."""
         return self.tokens_written == sum(generation.request.output_tokens for generation in self._generations)
 
-    def whole(self) -> bytes:
-        """Return the answer as one JSON document."""
+    def whole(self, kv_transfer_params: dict[str, Any] | None = None) -> bytes:
+        """Return the answer as one JSON document, with what another worker needs to go on from it."""
         choices = [self._choice(index, generation) for index, generation in enumerate(self._generations)]
-        return _json(self._head | {"choices": choices, "system_fingerprint": FINGERPRINT, "usage": self._usage()})
+        rest = {"choices": choices, "system_fingerprint": FINGERPRINT, "usage": self._usage()}
+        return _json(self._head | rest | {"kv_transfer_params": kv_transfer_params})
 
     def chunks(self) -> bytes:
         """Return the events for what was generated since the last call, b"" for nothing."""
@@ -257,7 +265,8 @@ class Answer:
         requests = [generation.request for generation in self._generations]
         usage = _usage(sum(one.prompt_tokens for one in requests), sum(one.generated for one in requests))
         # vLLM reports the last prompt's, where there are several
-        usage["prompt_tokens_details"] = {"cached_tokens": requests[-1].cached_tokens} if self._details else None
+        cached = requests[-1].cached_tokens if self._cached_tokens is None else self._cached_tokens
+        usage["prompt_tokens_details"] = {"cached_tokens": cached} if self._details else None
         return usage
 
 

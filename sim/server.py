@@ -21,6 +21,7 @@ from sim.clock import WorkerClock
 from sim.endpoints import Endpoints, FaultGate
 from sim.engine_loop import EngineLoop
 from sim.faults import Fault, Faults
+from sim.handover import HandOvers
 from sim.inference import Inference
 from sim.kv_events import EventPublisher
 from sim.metrics import WorkerMetrics
@@ -68,14 +69,16 @@ class SimWorker:
         clock = WorkerClock(settings.speed)
         metrics = WorkerMetrics(worker, clock, settings.model, settings.adapters)
         self.engine = EngineLoop(worker, clock, metrics, self._faults, self._publish)
-        inference = Inference(settings, tokenizer, self.engine, metrics, self._faults)
+        self._hand_overs = HandOvers(settings, clock, self._faults, worker.profile.kv_bytes_per_token)
+        inference = Inference(settings, tokenizer, self.engine, metrics, self._faults, self._hand_overs)
         listener = _listen(settings.host, settings.port)
         try:
             self._start_events()
         except ValueError:
             listener.close()
             raise
-        endpoints = Endpoints(settings, tokenizer, self.engine, inference, metrics, self.publisher, self.begin_fault)
+        parts = (self.engine, inference, metrics, self.publisher, self._hand_overs, self.begin_fault)
+        endpoints = Endpoints(settings, tokenizer, *parts)
         await self._start_http(endpoints, listener)
         for fault in settings.faults:
             self.begin_fault(fault)
@@ -88,6 +91,7 @@ class SimWorker:
         tasks = [*self._http.server_state.tasks] if self._http is not None else []
         tasks += [self._replays] if self._replays is not None else []
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._hand_overs.close()
 
     def begin_fault(self, fault: Fault) -> None:
         """Do something wrong from now on; ``none`` ends it."""
@@ -142,7 +146,8 @@ class SimWorker:
         self._http = uvicorn.Server(config)
         self._http.lifespan = config.lifespan_class(config)
         await self._http.startup(sockets=[listener])
-        self.url = "http://{}:{}".format(*_address(listener))
+        self._hand_overs.address = _address(listener)
+        self.url = "http://{}:{}".format(*self._hand_overs.address)
 
     def _drop_everything(self) -> None:
         """Close every socket at once and abort every sequence, as the end of a process does."""

@@ -6,11 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal, get_args
 
 from sim.faults import Fault
 from sim.kv_events import EventFormat, ReplayFormat
 from sim.profiles import find_profile
 from sim.worker import WorkerLimits
+
+Role = Literal["mixed", "prefill", "decode"]
+Connector = Literal["nixl", "mooncake", "sglang"]
+ROLES: Final = get_args(Role)
+CONNECTORS: Final = get_args(Connector)
 
 Script = Callable[[Sequence[int]], Sequence[int] | None]
 
@@ -44,6 +50,10 @@ class WorkerSettings:
         kv_connect: connect the publisher to a subscriber that binds, as vLLM does for endpoints without ``*``.
         event_format: ``map`` as vLLM since 0.26, ``array`` as before.
         replay_format: ``topic`` (4 frames) as vLLM since 0.26, ``plain`` (3 frames) as before.
+        role: what it does where prefill and decode are apart.
+        pd: protocol by which it hands KV over; None: it cannot.
+        link_gb_s: GB/s at which KV arrives.
+        lease_s: how long it keeps KV that is to be fetched, and waits for KV that is to come.
         faults: faults that hold from the start.
         script: for tests: given a prompt's ids, returns the output ids, or None for an invented answer.
 
@@ -75,6 +85,10 @@ class WorkerSettings:
     kv_connect: bool = False
     event_format: EventFormat = "map"
     replay_format: ReplayFormat = "topic"
+    role: Role = "mixed"
+    pd: Connector | None = None
+    link_gb_s: float = 25.0
+    lease_s: float = 30.0
     faults: tuple[Fault, ...] = ()
     script: Script | None = None
 
@@ -98,7 +112,18 @@ class WorkerSettings:
             raise ValueError(f"max_model_len {self.max_model_len} exceeds the cache of {self.usable_tokens} tokens")
         if self.kv_replay is not None and self.kv_events is None:
             raise ValueError("kv_replay repeats what kv_events published: set kv_events too, or leave kv_replay out")
+        self._check_hand_over()
         self._check_names()
+
+    def _check_hand_over(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
+        if self.pd is not None and self.pd not in CONNECTORS:
+            raise ValueError(f"pd must be one of {', '.join(CONNECTORS)}, not {self.pd!r}")
+        if self.role != "mixed" and self.pd is None:
+            raise ValueError(f"role {self.role} needs pd: the protocol by which KV is handed over")
+        if not 0 < self.link_gb_s < math.inf or not 0 < self.lease_s < math.inf:
+            raise ValueError("link_gb_s and lease_s must be above 0 and finite")
 
     def _check_names(self) -> None:
         if not self.model:

@@ -69,6 +69,7 @@ class Request:
         host_tokens: those of them that came from the host tier.
         preemptions: how often it lost its blocks.
         reports: its events tell of the blocks it reuses too (``kv_cache_report_mode``), not only of new ones.
+        remote_tokens: leading prompt tokens whose KV has come from another worker; gone when it is preempted.
     """
 
     chain: BlockChain
@@ -86,6 +87,7 @@ class Request:
     host_tokens: int = 0
     preemptions: int = 0
     reports: bool = False
+    remote_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -259,9 +261,10 @@ class Worker:
         if not self.cache.fits(hit, ceil(request.tokens / size) - len(hit.blocks)):
             return False
         held = len(hit) * size
-        new = 0 if hit.host_blocks else min(request.tokens - held, budget)
-        request.blocks = self.cache.allocate(ceil((held + new) / size) - len(hit.blocks), hit)
-        request.computed = held
+        there = max(held, min(request.remote_tokens, request.tokens - 1))
+        new = 0 if hit.host_blocks else min(request.tokens - there, budget)
+        request.blocks = self.cache.allocate(ceil((there + new) / size) - len(hit.blocks), hit)
+        request.computed = there
         request.committed = len(hit.blocks)
         if request.reports and hit.blocks:
             self.cache.report(request.chain, len(hit.blocks))
@@ -269,7 +272,7 @@ class Worker:
         if hit.host_blocks:
             request.ready_at = self._reload(hit.host_blocks * size, now)
         else:
-            self._commit(request, held + new)
+            self._commit(request, there + new)
         if not request.preemptions:
             request.started_at = now
             self._count_lookup(request, held, hit.host_blocks * size)
@@ -296,7 +299,7 @@ class Worker:
         self.cache.release(request.blocks)
         request.blocks = []
         request.state = State.WAITING
-        request.computed = request.committed = 0
+        request.computed = request.committed = request.remote_tokens = 0
         request.ready_at = 0.0
         request.preemptions += 1
         self.waiting.appendleft(request)

@@ -98,6 +98,7 @@ async def relay(
     worker_tls: ssl.SSLContext | None = None,
     tls: tuple[Path, Path] | None = None,
     log: io.BytesIO | None = None,
+    settings: Sequence[dict[str, Any]] = (),
     **sections: Any,
 ) -> AsyncIterator[Rig]:
     """Serve a relay in front of ``workers``, all of them ready and serving the model ``MODEL``.
@@ -107,10 +108,15 @@ async def relay(
         worker_tls: how to trust workers behind https.
         tls: certificate and key of the public port.
         log: where request lines go.
+        settings: of each worker, besides; none where nothing is given.
         sections: of the configuration.
     """
     urls = [worker if isinstance(worker, str) else worker.url for worker in workers]
-    entries = [{"url": url, "name": f"w{n}", "models": [MODEL]} for n, url in enumerate(urls)]
+    besides = settings or [{}] * len(urls)
+    entries = [
+        {"url": url, "name": f"w{n}", "models": [MODEL], **each}
+        for n, (url, each) in enumerate(zip(urls, besides, strict=True))
+    ]
     sections.setdefault("policy", {"name": "round-robin"})
     sections.setdefault("prompt", {"chunk_tokens": 16})
     config = Config(workers=entries, **sections)

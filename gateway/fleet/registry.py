@@ -112,6 +112,7 @@ class Registry:
         fleet: their live state, as this gateway counts and measures it.
         elsewhere: what other replicas have in flight, of the shape of ``fleet.state``; None where nobody has anything.
         version: changes with the set of candidates of any model.
+        apart: whether any worker has a role, so that prefill and decode may be apart.
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,9 @@ class Registry:
         self.fleet = FleetView([])
         self.elsewhere: Floats | None = None
         self.version = 0
+        self.apart = False
         self._selections: dict[str, _Selection] = {}
+        self._prefilling: dict[str, _Selection | None] = {}
         self._listeners: list[Callable[[Worker, bool], None]] = []
         self._state_listeners: list[Callable[[Worker], None]] = []
 
@@ -153,6 +156,7 @@ class Registry:
         """Say that a worker's state, models or slot changed: candidate lists are selected anew."""
         self.version += 1
         self._selections.clear()
+        self._prefilling.clear()
 
     def set_state(self, worker: Worker, state: State) -> None:
         """Change whether a worker gets new requests."""
@@ -163,13 +167,32 @@ class Registry:
                 listener(worker)
 
     def candidates(self, model: str) -> Candidates:
-        """Return the workers that may take a request for ``model`` (a base model or an adapter).
+        """Return the workers that may take a request for ``model`` (a base model or an adapter) whole, or decode it.
+
+        Workers with role ``prefill`` are among them only where no other is ready.
 
         Raises:
             UnknownModel: no worker, healthy or not, serves a model of this name.
             NoWorker: some do, but all are starting or draining; or a starting one has yet to say what it serves.
         """
-        selection = self._selections.get(model) or self._select(model)
+        return self._view(self._selections.get(model) or self._select(model))
+
+    def prefilling(self, model: str) -> Candidates:
+        """Return the workers that prefill prompts of ``model`` for others to decode.
+
+        Raises:
+            NoWorker: none is ready.
+        """
+        if model not in self._prefilling:
+            found = [worker for worker in self.workers.values() if worker.config.role == "prefill"]
+            ready = [worker for worker in found if worker.state is State.READY and model in worker.models]
+            self._prefilling[model] = self._selection(model, ready) if ready else None
+        selection = self._prefilling[model]
+        if selection is None:
+            raise NoWorker(f"No worker with role prefill is ready for model {model!r}.", retry_after_s=1)
+        return self._view(selection)
+
+    def _view(self, selection: _Selection) -> Candidates:
         found, rows, fleet, elsewhere = selection.candidates, selection.rows, self.fleet, self.elsewhere
         if rows is not None:
             fleet = FleetView(selection.names, fleet.state[:, rows], self.version)
@@ -198,22 +221,22 @@ class Registry:
         serving = [worker for worker in self.workers.values() if model in worker.models]
         if not serving:
             raise self._not_served(model)
-        ready = [worker for worker in serving if worker.state is State.READY] or [
-            worker for worker in serving if worker.state is State.EJECTED
-        ]
+        ready = _most_able(serving)
         if not ready:
             states = ", ".join(f"{worker.name} is {worker.state}" for worker in serving)
             raise NoWorker(f"No worker is ready for model {model!r}: {states}.", retry_after_s=1)
+        selection = self._selections[model] = self._selection(model, ready)
+        return selection
+
+    def _selection(self, model: str, ready: list[Worker]) -> _Selection:
         base = ready[0].models[model]
         everyone = len(ready) == len(self.workers)
         slots = [worker.slot for worker in ready]
-        selection = _Selection(
+        return _Selection(
             candidates=Candidates(base, None if base == model else model, ready, slots, self.fleet),
             rows=None if everyone else np.array([worker.row for worker in ready], np.int64),
             names=[worker.name for worker in ready],
         )
-        self._selections[model] = selection
-        return selection
 
     def _not_served(self, model: str) -> UnknownModel | NoWorker:
         silent = [
@@ -238,5 +261,15 @@ class Registry:
             worker.row = row
         self.workers = {worker.name: worker for worker in members}
         self.elsewhere = None
+        self.apart = any(worker.config.role != "mixed" for worker in members)
         self.touch()
         self.fleet = FleetView([worker.name for worker in members], state, self.version)
+
+
+def _most_able(workers: list[Worker]) -> list[Worker]:
+    """Return those that should take whole requests, and decode: ready rather than ejected, not those that prefill."""
+    for state in (State.READY, State.EJECTED):
+        among = [worker for worker in workers if worker.state is state]
+        if found := [worker for worker in among if worker.config.role != "prefill"] or among:
+            return found
+    return []

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-Values = float | Mapping[str, float] | Mapping[tuple[str, str], float]
+Values = float | Mapping[str, float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, str, str], float]
 """One number; or one per label value, or per pair of label values."""
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"

@@ -18,16 +18,18 @@ from time import monotonic
 from gateway.config import AnswerTimeouts
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.errors import GatewayError, NoWorker, UpstreamError, UpstreamTimeout
+from gateway.fleet.ledger import Flight
 from gateway.fleet.registry import Worker
 from gateway.observe.record import Outcome, RequestRecord
 from gateway.relay.answer import Answer, Client, ErrorAnswer, own_headers
+from gateway.relay.disaggregation import HandOver, hand_over
 from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.report import asking_for_report
 from gateway.relay.resume import Resumption, resumption
 from gateway.relay.retry import REFUSED_STATUSES, RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, refused_by
 from gateway.relay.route import Plan, Route, dispatch, make_plan, remember, retry_delay_s
 from gateway.relay.services import Services
-from gateway.relay.upstream import ConnectFailed, Upstream
+from gateway.relay.upstream import ConnectFailed, Receiver, Upstream
 
 __all__ = ["Client", "Exchange", "Services"]
 
@@ -56,6 +58,7 @@ class Exchange:
         "_client",
         "_collected",
         "_ending",
+        "_hand_over",
         "_held",
         "_moved_at",
         "_outcome",
@@ -99,6 +102,7 @@ class Exchange:
         self._resumption: Resumption | None = None  # where it is switched on for this request
         self._collected: ErrorAnswer | None = None  # so far, of an error that another worker may better
         self._held: ErrorAnswer | None = None  # the last such answer, whole
+        self._hand_over: HandOver | None = None  # where prefill and decode may be apart
         self._sent_at = 0.0
         self._moved_at = 0.0
 
@@ -145,8 +149,11 @@ class Exchange:
         """
         services = self._services
         tried: list[Worker] = []
+        if services.registry.apart:
+            self._hand_over = hand_over(services, self, plan, self._record.received_at)
         while True:
-            self._take(await dispatch(services, plan, tried))
+            apart = self._hand_over
+            self._take(await (dispatch(services, plan, tried) if apart is None else apart.dispatch(tried)))
             if services.dispatcher is not None and not await self._turn(services.dispatcher, plan):
                 self._leave()
                 continue
@@ -154,12 +161,17 @@ class Exchange:
             if failure is None:
                 return
             worker = self._leave()
+            if apart is not None:
+                apart.failed(failure)
             if failure.kind.blames_worker:
                 services.health.failed(worker, failure.kind)
             tried.append(worker)
             if self._begun and self._resumption is not None:
                 self.body, plan = await self._resumption.continuation()
                 tried, self._held = [worker], None
+                if apart is not None:
+                    apart.close()
+                    self._hand_over = hand_over(services, self, plan, self._record.received_at)
                 continue
             delay_s = retry_delay_s(services, plan, tried, failure, self._repeatable)
             if delay_s is None:
@@ -183,7 +195,8 @@ class Exchange:
     async def _turn(self, dispatcher: Dispatcher, plan: Plan) -> bool:
         """Wait until the request may go to its worker; False where that has stopped being ready."""
         assert self._route is not None
-        return plan.request is None or await dispatcher.turn(self._route.flight, plan.request)
+        flight = self._route.flight
+        return plan.request is None or flight.stage != Flight.HELD or await dispatcher.turn(flight, plan.request)
 
     def _leave(self) -> Worker:
         """End the request's stay on its worker and return that worker."""
@@ -199,6 +212,10 @@ class Exchange:
         self._begun = False
         head = self.head
         pool = self._services.upstream.of(self._route.worker)
+        body = self._route.body or self.body
+        if self._route.asks_report:
+            body = asking_for_report(body)
+        receiver: Receiver = self._resumption or self
         # A request that must not run twice never meets the keep-alive race: it gets a connection of its own.
         fresh = not self._repeatable
         while True:
@@ -211,9 +228,10 @@ class Exchange:
             self._upstream = upstream
             self._outcome = asyncio.get_running_loop().create_future()
             self._sent_at = monotonic()
-            body = asking_for_report(self.body) if self._route.asks_report else self.body
             raw_head = head.for_worker(pool.host, len(body), pool.fields)
-            upstream.send(self._resumption or self, raw_head, body, head.method == b"HEAD")
+            if self._hand_over is not None:
+                receiver = self._hand_over.receiver(self._resumption or self)
+            upstream.send(receiver, raw_head, body, head.method == b"HEAD")
             failure = await self._outcome
             if failure is None or failure.kind is not FailureKind.STALE:
                 return failure
@@ -280,6 +298,8 @@ class Exchange:
         if self._route is not None:
             self._route.answered(response.status, now)
         self.body = b""  # nobody needs it any more, and streams live long
+        if self._hand_over is not None:
+            self._hand_over.begun()
         if self.answer.started:
             record.resumptions += 1
             self.answer.pass_on(data)
@@ -395,7 +415,10 @@ class Exchange:
         self.answer.note_usage(record)
         if self._route is not None:
             self._leave()
-        self._resumption = None  # it refers to this exchange
+        if self._hand_over is not None:
+            self._hand_over.close()
+            self._hand_over = None
+        self._resumption = None  # they refer to this exchange
         try:
             self._services.observer.finish(record)
         finally:

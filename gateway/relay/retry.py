@@ -66,13 +66,14 @@ class FailureKind(StrEnum):
     TIMEOUT = "header_timeout"  # no first byte
     IDLE = "idle_timeout"  # no next one
     MALFORMED = "malformed"  # the worker does not speak HTTP
+    PARTNER = "other_leg"  # prefill and decode are apart, and the prefill worker failed
     REFUSED = "refused"  # 429, 503: the worker is at its limit, and well
     BROKEN = "bad_status"  # 502, 504
 
     @property
     def blames_worker(self) -> bool:
         """Whether this counts against the worker's health."""
-        return self not in (FailureKind.REFUSED, FailureKind.STALE)
+        return self not in (FailureKind.PARTNER, FailureKind.REFUSED, FailureKind.STALE)
 
 
 @dataclass(slots=True)

@@ -78,6 +78,7 @@ class Route(msgspec.Struct):
         hit_tokens: prompt tokens the worker is believed to have cached.
         asks_report: the request is to ask its engine for a report of what it reuses.
         reason: the decision's reason.
+        body: what this worker gets in place of the plan's body, where prefill and decode are apart.
     """
 
     worker: Worker
@@ -88,6 +89,7 @@ class Route(msgspec.Struct):
     hit_tokens: int = 0
     reason: str = "load"
     asks_report: bool = False
+    body: bytes | None = None
 
     def note(self, record: RequestRecord) -> None:
         """Write down where the request goes."""
@@ -203,16 +205,24 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
         return Route(worker, services.ledger.dispatch(worker, 0, 0, 0.0, monotonic(), streamed=False))
     assert plan.model is not None and plan.policy is not None
     candidates, residency = await find_residency(services, plan.model, plan.request)
+    workers, fleet, residency = leave_out(tried, candidates, residency)
+    now = monotonic()
+    services.ledger.advance(now)
+    decision = decide(services, plan.policy, plan.request, fleet, residency, now)
+    hit_tokens = min(residency.hit(decision.worker), plan.request.prompt_tokens)
+    return count_on(services, plan, workers[decision.worker], hit_tokens, decision.reason, now)
+
+
+def leave_out(
+    tried: Collection[Worker], candidates: Candidates, residency: Residency
+) -> tuple[list[Worker], FleetView, Residency]:
+    """Return workers, view and residency of the candidates without those ``tried``, unless there are no others."""
     workers, fleet = candidates.workers, candidates.fleet
     if tried and (rows := [row for row, worker in enumerate(workers) if worker not in tried]):
         workers = [workers[row] for row in rows]
         fleet = fleet.take(np.array(rows), next(_subset_versions))
         residency = residency.take(np.array(rows))
-    now = monotonic()
-    services.ledger.advance(now)
-    decision = _decide(services, plan.policy, plan.request, fleet, residency, now)
-    hit_tokens = min(residency.hit(decision.worker), plan.request.prompt_tokens)
-    return _count(services, plan, workers[decision.worker], hit_tokens, decision.reason, now)
+    return workers, fleet, residency
 
 
 async def remember(services: Services, route: Route, tokens: int) -> None:
@@ -233,11 +243,24 @@ async def remember(services: Services, route: Route, tokens: int) -> None:
         speculation.settle(monotonic())
 
 
-async def find_residency(services: Services, model: str, request: RoutingRequest) -> tuple[Candidates, Residency]:
-    """Return the candidates, with their load as it is now, and what each of them holds of the prompt."""
+async def find_residency(
+    services: Services, model: str, request: RoutingRequest, prefilling: bool = False
+) -> tuple[Candidates, Residency]:
+    """Return the candidates, with their load as it is now, and what each of them holds of the prompt.
+
+    Args:
+        services: the other rooms.
+        model: what they serve.
+        request: the prompt.
+        prefilling: not the workers that decode, but those that prefill for them.
+
+    Raises:
+        GatewayError: there are none.
+    """
     registry = services.registry
+    select = registry.prefilling if prefilling else registry.candidates
     while True:
-        candidates, version = registry.candidates(model), registry.version
+        candidates, version = select(model), registry.version
         if not request.chunks:
             return candidates, Residency.none(len(candidates.workers))
         residency = await services.index.residency(request.chunks, candidates.slots, request.chunk_tokens)
@@ -245,13 +268,14 @@ async def find_residency(services: Services, model: str, request: RoutingRequest
             continue
         if candidates.fleet is not registry.fleet:
             # A copy: a shared index took time to answer, and others were dispatched meanwhile.
-            candidates = registry.candidates(model)
+            candidates = select(model)
         return candidates, residency
 
 
-def _decide(
+def decide(
     services: Services, policy: Policy, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float
 ) -> Decision:
+    """Ask a policy; one that fails is answered for by load."""
     try:
         return policy.decide(request, fleet, residency, now)
     except Exception:
@@ -259,7 +283,8 @@ def _decide(
         return Decision(int(np.argmin(fleet.running)), reason="policy_failed")
 
 
-def _count(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reason: str, now: float) -> Route:
+def count_on(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reason: str, now: float) -> Route:
+    """Count a request on the worker that is to prefill its prompt."""
     request = plan.request
     assert request is not None
     new, cached = max(1, request.prompt_tokens - hit_tokens), hit_tokens
@@ -268,6 +293,34 @@ def _count(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reas
     prefill_s = cell(_PREFILL_A, row) + new * (cell(_PREFILL_B, row) + cell(_PREFILL_C, row) * (cached + new / 2))
     held = services.dispatcher is not None
     flight = services.ledger.dispatch(worker, request.prompt_tokens, new, prefill_s, now, plan.streamed, held)
+    return _speculate(services, request, worker, flight, hit_tokens, reason, now)
+
+
+def count_leg(services: Services, plan: Plan, worker: Worker, hit_tokens: int, now: float, decodes: bool) -> Route:
+    """Count one leg of a request that goes over two workers, on the one that prefills it or on the one that decodes it.
+
+    The prefill leg ends with the prefill, so its end is seen like a stream's first byte. The decode leg has nothing to
+    prefill: what its first byte comes after is the transfer.
+    """
+    request = plan.request
+    assert request is not None
+    if decodes:
+        flight = services.ledger.dispatch(worker, request.prompt_tokens, 0, 0.0, now, streamed=False)
+        return _speculate(services, request, worker, flight, hit_tokens, "apart", now)
+    leg = Plan(plan.model, True, request)
+    return count_on(services, leg, worker, hit_tokens, "apart", now)
+
+
+def _speculate(
+    services: Services,
+    request: RoutingRequest,
+    worker: Worker,
+    flight: Flight,
+    hit_tokens: int,
+    reason: str,
+    now: float,
+) -> Route:
+    """Return the route of a request that was counted, with its prompt noted in the index."""
     speculation = None
     if request.chunks and worker.slot >= 0:
         speculation = services.index.speculate(worker.slot, request.chunks)

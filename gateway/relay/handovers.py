@@ -1,0 +1,113 @@
+"""What was handed over between workers: how often, how fast, and what became of it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from time import monotonic
+from typing import Final
+
+import httpx
+
+from gateway.config_workers import DisaggregationConfig
+from gateway.fleet.registry import Registry, Worker
+from gateway.observe.observer import Observer
+from policies.disaggregation import LinkRates
+
+_QUERY_TIMEOUT_S: Final = 2.0
+_ENGINE_TTL_S: Final = 10.0  # a restarted engine has another id
+_PAIR: Final = ("prefill", "decode")
+
+Pair = tuple[str, str]
+"""Names of a prefill and a decode worker."""
+
+
+class HandOverBook:
+    """Accounts of hand-overs by pair of workers.
+
+    Args:
+        config: bandwidth to start from.
+        registry: whose workers; what concerns those that leave is forgotten.
+
+    Attributes:
+        rates: bandwidth between pairs.
+    """
+
+    def __init__(self, config: DisaggregationConfig, registry: Registry) -> None:
+        self.rates = LinkRates(config.link_gb_s * 1e9)
+        self._outcomes: Counter[tuple[str, str, str]] = Counter()
+        self._decisions: Counter[str] = Counter()
+        self._ttft_s: defaultdict[Pair, float] = defaultdict(float)
+        self._ttfts: Counter[Pair] = Counter()
+        self._transfer_s: defaultdict[Pair, float] = defaultdict(float)
+        self._transfers: Counter[Pair] = Counter()
+        self._moved_bytes: defaultdict[Pair, float] = defaultdict(float)
+        self._engines: dict[Worker, tuple[str, float]] = {}
+        registry.on_change(self._on_change)
+
+    def expose(self, observer: Observer) -> None:
+        """Export the accounts."""
+        about = "Hand-overs from prefill to decode worker; abandoned: KV was ready, and nobody came for it."
+        observer.counter("kvway_handovers_total", about, lambda: self._outcomes, (*_PAIR, "outcome"))
+        about = "Requests by whether they were to go over two workers."
+        observer.counter("kvway_handover_decisions_total", about, lambda: self._decisions, ("decision",))
+        for name, about, counted in (
+            ("ttft_seconds", "From request to first token, streams that were handed over.", self._ttft_s),
+            ("ttft_count", "Streams in kvway_handover_ttft_seconds_total.", self._ttfts),
+            ("transfer_seconds", "From the end of prefill to the first token, same streams.", self._transfer_s),
+            ("transfer_count", "Streams in kvway_handover_transfer_seconds_total.", self._transfers),
+            ("bytes", "KV cache handed over with them, by the configured kv_bytes_per_token.", self._moved_bytes),
+        ):
+            observer.counter(f"kvway_handover_{name}_total", about, lambda counted=counted: counted, _PAIR)  # type: ignore[misc]
+
+    def decided(self, decision: str) -> None:
+        """Count a decision: ``apart`` or ``whole``."""
+        self._decisions[decision] += 1
+
+    def ended(self, prefill: Worker, decode: str, outcome: str) -> None:
+        """Count what became of a hand-over; ``decode`` is empty where no decode worker was asked."""
+        self._outcomes[prefill.name, decode, outcome] += 1
+
+    def first_token(self, prefill: Worker, decode: Worker, ttft_s: float) -> None:
+        """Note the TTFT of a stream."""
+        pair = (prefill.name, decode.name)
+        self._ttft_s[pair] += ttft_s
+        self._ttfts[pair] += 1
+
+    def transferred(self, prefill: Worker, decode: Worker, size_bytes: float, seconds: float) -> None:
+        """Note a transfer and learn the link's bandwidth from it."""
+        pair = (prefill.name, decode.name)
+        self.rates.observe(*pair, size_bytes, seconds)
+        self._transfer_s[pair] += seconds
+        self._transfers[pair] += 1
+        self._moved_bytes[pair] += size_bytes
+
+    async def engine_id(self, worker: Worker) -> str | None:
+        """Return the id of a Mooncake prefill engine, as its bootstrap server says; None where that does not answer."""
+        engine, asked_at = self._engines.get(worker, ("", 0.0))
+        if engine and monotonic() - asked_at < _ENGINE_TTL_S:
+            return engine
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=_QUERY_TIMEOUT_S) as client:
+                answer = await client.get(f"{bootstrap_url(worker)}/query")
+            engine = str(answer.json()[str(worker.config.data_parallel_rank or 0)]["engine_id"])
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
+            self._engines.pop(worker, None)
+            return None
+        self._engines[worker] = engine, monotonic()
+        return engine
+
+    def _on_change(self, worker: Worker, joined: bool) -> None:
+        if joined:
+            return
+        self._engines.pop(worker, None)
+        for of_pair in (self._ttft_s, self._ttfts, self._transfer_s, self._transfers, self._moved_bytes):
+            for pair in [pair for pair in of_pair if worker.name in pair]:
+                del of_pair[pair]
+        for counted in [counted for counted in self._outcomes if worker.name in counted[:2]]:
+            del self._outcomes[counted]
+
+
+def bootstrap_url(worker: Worker) -> str:
+    """Return the URL of a prefill worker's bootstrap server."""
+    host = f"[{worker.host}]" if ":" in worker.host else worker.host
+    return f"http://{host}:{worker.config.bootstrap_port}"

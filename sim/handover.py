@@ -1,0 +1,218 @@
+"""KV that one simulated worker hands to another, by the protocols that engines have for it.
+
+The prefill worker *offers* the KV of a prompt under a key and keeps it for the time of a lease. The decode worker
+*fetches* it, over HTTP from the other worker, and then waits as long as the KV would be on its way. What the key is and
+how the decode worker learns of it is what the protocols differ in:
+
+- ``nixl`` (vLLM): the prefill answer brings ``kv_transfer_params``, and the decode request brings them on.
+- ``mooncake`` (vLLM): both requests bring the same ``transfer_id``, at the same time.
+- ``sglang``: both bring the same ``bootstrap_room``; the prefill answer ends when the KV has been fetched.
+
+Blocks are not held back for a lease: what is offered are numbers, which need no room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import uuid4
+
+import httpx
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from sim.clock import WorkerClock
+from sim.faults import Faults
+from sim.protocol import ApiError, GenerationBody, bad_request
+from sim.settings import WorkerSettings
+
+FETCH_PATH: Final = "/sim/kv/{key}"
+
+
+@dataclass(slots=True, frozen=True)
+class Received:
+    """KV that has arrived.
+
+    Attributes:
+        tokens: leading tokens of the prompt that need not be computed.
+        reported_tokens: what the answer's usage calls cached; None: what the worker itself had cached.
+    """
+
+    tokens: int
+    reported_tokens: int | None
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    tokens: int
+    cached_tokens: int
+    expires_at: float
+    fetched: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class HandOvers:
+    """One worker's hand-overs, in both directions.
+
+    Args:
+        settings: the worker's.
+        clock: its clock; the link and leases run on it.
+        faults: transfers that get lost, leases that expire, a slow link.
+        kv_bytes_per_token: of its model.
+
+    Attributes:
+        address: host and port of the worker's HTTP server, once that is known.
+    """
+
+    def __init__(self, settings: WorkerSettings, clock: WorkerClock, faults: Faults, kv_bytes_per_token: float) -> None:
+        self.address = ("", 0)
+        self._settings = settings
+        self._clock = clock
+        self._faults = faults
+        self._seconds_per_token = kv_bytes_per_token / (settings.link_gb_s * 1e9)
+        self._engine_id = str(uuid4())
+        self._offers: dict[str, _Offer] = {}
+        self._offered = asyncio.Condition()
+        self._link_free_at = 0.0
+        self._client: httpx.AsyncClient | None = None
+
+    async def close(self) -> None:
+        """Close the connections to other workers."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    # The prefill worker
+
+    def key_to_offer(self, body: GenerationBody, request_id: str) -> str | None:
+        """Return under which key the prompt's KV is to be offered; None where the request asks for no hand-over.
+
+        Raises:
+            ApiError: 400, an SGLang worker of one role was sent a request that concerns no other worker.
+        """
+        connector, params = self._settings.pd, body.kv_transfer_params or {}
+        if connector == "sglang":
+            if self._settings.role != "mixed" and body.bootstrap_room is None:
+                raise bad_request("Disaggregated request received without bootstrap room id.", "bootstrap_room")
+            return str(body.bootstrap_room) if self._settings.role == "prefill" else None
+        if connector is None or not params.get("do_remote_decode"):
+            return None
+        if connector == "nixl":
+            return f"{request_id}-{uuid4().hex[:8]}"
+        return str(params.get("transfer_id", ""))
+
+    async def offer(self, key: str, tokens: int, cached_tokens: int) -> dict[str, Any] | None:
+        """Offer a prompt's KV.
+
+        Args:
+            key: from ``key_to_offer``.
+            tokens: length of the prompt.
+            cached_tokens: tokens of it that were not computed but found in the cache.
+
+        Returns:
+            The answer's ``kv_transfer_params``, None where the protocol has none.
+        """
+        now = self._clock.now()
+        self._offers = {name: one for name, one in self._offers.items() if one.expires_at > now}
+        lease_s = 0.0 if self._faults.meet("expire_lease") else self._settings.lease_s
+        offer = self._offers[key] = _Offer(tokens, cached_tokens, now + lease_s)
+        async with self._offered:
+            self._offered.notify_all()
+        if self._settings.pd == "sglang":
+            await self._until(offer.fetched.wait(), self._settings.lease_s)
+        if self._settings.pd != "nixl":
+            return None
+        host, port = self.address
+        blocks = -(-tokens // self._settings.block_size)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(range(1, blocks + 1))],
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": key,
+            "remote_host": host,
+            "remote_port": port,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": cached_tokens,
+        }
+
+    async def serve(self, request: HttpRequest) -> Response:
+        """``GET /sim/kv/{key}``: hand the KV over, waiting ``wait`` seconds for it to be there; 404 where it is not."""
+        key, wait_s = request.path_params["key"], float(request.query_params.get("wait", 0))
+        async with self._offered:
+            await self._until(self._offered.wait_for(lambda: key in self._offers), wait_s)
+        offer = self._offers.pop(key, None)
+        if offer is None or offer.expires_at <= self._clock.now():
+            return JSONResponse({"error": f"no KV is held under {key!r}"}, 404)
+        offer.fetched.set()
+        return JSONResponse({"tokens": offer.tokens, "cached_tokens": offer.cached_tokens})
+
+    async def query(self, _: HttpRequest) -> Response:
+        """``GET /query`` of Mooncake's bootstrap server: which engine this is."""
+        worker_addr = {"0": {"0": "{}:{}".format(*self.address)}}
+        return JSONResponse({"0": {"engine_id": self._engine_id, "worker_addr": worker_addr}})
+
+    # The decode worker
+
+    async def receive(self, body: GenerationBody, prompt_tokens: int) -> Received | None:
+        """Fetch a prompt's KV and wait until it has arrived; None where the request tells of none.
+
+        Raises:
+            ApiError: 500, it is not there any more, or got lost on its way.
+        """
+        source = self._source(body)
+        if source is None:
+            return None
+        url, wait_s = source
+        try:
+            self._client = self._client or httpx.AsyncClient(trust_env=False, timeout=wait_s + 5)
+            answer = await self._client.get(url, params={"wait": wait_s})
+        except httpx.HTTPError as error:
+            raise _not_loaded(f"{url}: {type(error).__name__}") from None
+        if answer.status_code != 200 or self._faults.meet("lose_transfer"):
+            raise _not_loaded(f"{url}: {answer.status_code}")
+        offered = answer.json()
+        await self._arrive(offered["tokens"])
+        if self._settings.pd == "nixl":
+            reported = offered["cached_tokens"]
+        else:  # vLLM counts what came over the link as cached, SGLang what it had itself
+            reported = prompt_tokens if self._settings.pd == "mooncake" else None
+        return Received(offered["tokens"], reported)
+
+    def _source(self, body: GenerationBody) -> tuple[str, float] | None:
+        """Return where a prompt's KV is, and for how long to wait for it to be there."""
+        params, lease_s = body.kv_transfer_params or {}, self._settings.lease_s
+        if self._settings.pd == "sglang":
+            if self._settings.role == "prefill" or body.bootstrap_room is None:
+                return None
+            return f"http://{body.bootstrap_host}:{body.bootstrap_port}/sim/kv/{body.bootstrap_room}", lease_s
+        if self._settings.pd is None or not params.get("do_remote_prefill"):
+            return None
+        if self._settings.pd == "nixl":
+            host, port = params["remote_host"], params["remote_port"]
+            return f"http://{host}:{port}/sim/kv/{params['remote_request_id']}", 0.0
+        return f"{params['remote_bootstrap_addr']}/sim/kv/{params['transfer_id']}", lease_s
+
+    async def _arrive(self, tokens: int) -> None:
+        """Wait while KV is on its way; transfers share the link one after the other."""
+        slow = self._faults.active("slow_link")
+        begin = max(self._clock.now(), self._link_free_at)
+        self._link_free_at = begin + tokens * self._seconds_per_token * (slow.factor if slow else 1)
+        await asyncio.sleep((self._link_free_at - self._clock.now()) / self._clock.speed)
+
+    async def _until(self, event: Awaitable[object], seconds: float) -> None:
+        """Wait for something, but not longer than ``seconds`` of the worker's clock."""
+        try:
+            async with asyncio.timeout(seconds / self._clock.speed):
+                await event
+        except TimeoutError:
+            pass
+
+
+def _not_loaded(what: str) -> ApiError:
+    return ApiError(500, "InternalServerError", f"KV cache could not be loaded from {what}")
