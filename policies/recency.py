@@ -1,14 +1,15 @@
 """What a worker's prefix cache holds, modelled from the requests it was given: least recently used goes first.
 
 As in the engines, a request's blocks grow old from its end, when it ends: the last chunk of a prompt goes first, and no
-chunk goes before those that need it. What is cached but can be named by nobody (the rest of a prompt behind its last
-whole chunk, and the answer) takes room all the same, and is older than the prompt before it.
+chunk goes before those that need it. What running requests hold cannot go, and leaves less room for the rest. What is
+cached but can be named by nobody (the rest of a prompt behind its last whole chunk, and the answer) takes room all the
+same, and is older than the prompt before it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Generic, TypeVar
 
 Chunk = TypeVar("Chunk", bound=Hashable)
@@ -36,7 +37,7 @@ class PrefixLru(Generic[Chunk]):
         self._tokens = 0
 
     def ended(
-        self, chunks: Sequence[Chunk], other_tokens: int, capacity_tokens: int
+        self, chunks: Sequence[Chunk], other_tokens: int, capacity_tokens: int, running: Set[Chunk] = frozenset()
     ) -> tuple[list[Chunk], list[tuple[Chunk, Chunk]]]:
         """A request has ended on the worker.
 
@@ -44,6 +45,7 @@ class PrefixLru(Generic[Chunk]):
             chunks: its prompt's whole chunks, from the first.
             other_tokens: tokens of the prompt behind them, and of the answer.
             capacity_tokens: size of the worker's cache, now.
+            running: chunks of the prompts that the worker still serves.
 
         Returns:
             The chunks that were not held before, and those that had to go, each with the first chunk of its chain.
@@ -60,7 +62,8 @@ class PrefixLru(Generic[Chunk]):
         for chunk in reversed(chunks):
             entries.move_to_end(chunk)
         gone: list[tuple[Chunk, Chunk]] = []
-        while self._tokens > capacity_tokens and entries:
+        room = capacity_tokens - len(running - entries.keys()) * self._chunk_tokens
+        while self._tokens > room and entries:
             entry, root = entries.popitem(last=False)
             if isinstance(entry, _Nameless):
                 self._tokens -= entry.tokens

@@ -5,8 +5,8 @@ A mask holds four bits per worker, one per tier. Prompts on their way count as h
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -143,19 +143,24 @@ class Speculations:
     def __init__(self, ttl_s: float) -> None:
         self.masks: dict[int, int] = {}
         self._ttl_s = ttl_s
-        self._counts: dict[tuple[int, int], int] = {}  # worker, chunk → chunks after it and prompts that end there
+        # worker → chunk → chunks after it and prompts that end there
+        self._counts: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._settled: deque[tuple[float, Sent]] = deque()
 
     def add(self, worker: int, chunks: Sequence[int]) -> Sent:
         """A prompt is sent to a worker. A chunk stands for all before it: what two prompts share is counted once."""
-        masks, counts, bit = self.masks, self._counts, 1 << N_TIERS * worker + Tier.HBM
+        masks, counts, bit = self.masks, self._counts[worker], 1 << N_TIERS * worker + Tier.HBM
         for chunk in reversed(chunks):
-            count = counts.get((worker, chunk), 0)
-            counts[worker, chunk] = count + 1
+            count = counts.get(chunk, 0)
+            counts[chunk] = count + 1
             if count:
                 break
             masks[chunk] = masks.get(chunk, 0) | bit
         return Sent(worker, chunks)
+
+    def chunks(self, worker: int) -> Set[int]:
+        """Return what a worker is said to hold."""
+        return self._counts[worker].keys()
 
     def settle(self, sent: Sent, now: float) -> None:
         """The worker answers: soon its events say what it holds."""
@@ -174,15 +179,15 @@ class Speculations:
 
     def forget(self, sent: Sent) -> None:
         """Take a prompt back; twice is harmless."""
-        masks, counts, worker = self.masks, self._counts, sent.worker
-        bit = 1 << N_TIERS * worker + Tier.HBM
+        masks, counts = self.masks, self._counts[sent.worker]
+        bit = 1 << N_TIERS * sent.worker + Tier.HBM
         chunks, sent.chunks = sent.chunks, ()
         for chunk in reversed(chunks):
-            count = counts[worker, chunk]
+            count = counts[chunk]
             if count > 1:
-                counts[worker, chunk] = count - 1
+                counts[chunk] = count - 1
                 break
-            del counts[worker, chunk]
+            del counts[chunk]
             if rest := masks[chunk] ^ bit:
                 masks[chunk] = rest
             else:
@@ -204,12 +209,15 @@ class ApproximateCaches:
         self._chunk_tokens = chunk_tokens
         self._caches: dict[int, PrefixLru[int]] = {}
 
-    def ended(self, worker: int, chunks: Sequence[int], tokens: int) -> None:
-        """A worker has served a prompt of these whole chunks; prompt and answer have so many tokens."""
+    def ended(self, worker: int, chunks: Sequence[int], tokens: int, running: Set[int]) -> None:
+        """A worker has served a prompt of these whole chunks; prompt and answer have so many tokens.
+
+        ``running``: chunks of the prompts that it still serves.
+        """
         cache = self._caches.get(worker)
         if cache is None:
             cache = self._caches[worker] = PrefixLru(self._chunk_tokens)
-        new, gone = cache.ended(chunks, tokens - len(chunks) * self._chunk_tokens, self._capacity)
+        new, gone = cache.ended(chunks, tokens - len(chunks) * self._chunk_tokens, self._capacity, running)
         self._index.store(worker, new, Tier.HBM)
         self._index.remove(worker, [chunk for chunk, _ in gone], Tier.HBM)
 

@@ -147,7 +147,8 @@ class Router:
     def end(self, dispatch: Dispatch, now: float) -> None:
         """The request is no longer on its worker."""
         if self._approximate is not None and dispatch.flight.decoding:
-            self._approximate.ended(dispatch.worker, dispatch.sent.chunks, dispatch.tokens)
+            running = self.speculations.chunks(dispatch.worker)
+            self._approximate.ended(dispatch.worker, dispatch.sent.chunks, dispatch.tokens, running)
         if self._approximate is not None or not dispatch.flight.decoding:
             self.speculations.forget(dispatch.sent)
         self.ledger.end(dispatch.flight, now)

@@ -44,7 +44,8 @@ class ApproximateCache:
         if cache is None:
             cache = self._caches[slot] = PrefixLru(chunk_tokens)
         capacity = int(capacity_tokens or DEFAULT_CAPACITY_TOKENS)
-        new, gone = cache.ended(chunks, tokens - len(chunks) * chunk_tokens, capacity)
+        running = self._index.speculated(slot)
+        new, gone = cache.ended(chunks, tokens - len(chunks) * chunk_tokens, capacity, running)
         if new:
             await self._index.store(slot, new, Tier.HBM, chunks[0])
         evicted: dict[bytes, list[bytes]] = {}  # by root: the index takes one chain at a time

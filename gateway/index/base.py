@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 from policies.base import Residency, Tier
@@ -55,6 +55,10 @@ class ChunkIndex(Protocol):
 
         The caller settles or cancels what it gets back, exactly once.
         """
+        ...
+
+    def speculated(self, slot: int) -> Set[bytes]:
+        """Return the chunks of all speculations on ``slot``, one that this process has acquired."""
         ...
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from heapq import heappop, heappush
 from itertools import count
 from time import monotonic
@@ -52,6 +52,10 @@ class MemoryIndex:
     def speculate(self, slot: int, chunks: Sequence[bytes]) -> SpeculativePrompt:
         """Count a prompt as held by ``slot``; see ``ChunkIndex``."""
         return self._table.speculate(slot, chunks)
+
+    def speculated(self, slot: int) -> Set[bytes]:
+        """Return the chunks of all speculations on ``slot``; see ``ChunkIndex``."""
+        return self._table.speculated(slot)
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
         """``slot`` now holds ``chunks`` in ``tier``; see ``ChunkIndex``."""

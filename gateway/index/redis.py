@@ -8,7 +8,7 @@ publishes it. For the slots of other replicas it asks Redis, once per decision, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from time import monotonic
 
 from gateway.config import IndexConfig
@@ -19,6 +19,7 @@ from gateway.index.residency import RowCache, leading_runs
 from gateway.index.speculation import Overlay, SpeculativePrompt
 from gateway.index.table import ChunkTable
 from policies.base import Residency, Tier
+from policies.chunks import DIGEST_BYTES
 
 
 class RedisIndex:
@@ -125,6 +126,10 @@ class RedisIndex:
         if chunks and slot in self._table:
             return self._table.speculate(slot, tagged(chunks, chunks[0]))
         return self._others_overlay.add(self._number_among_others(slot), chunks)
+
+    def speculated(self, slot: int) -> Set[bytes]:
+        """Return the chunks of all speculations on ``slot``, one of ours; see ``ChunkIndex``."""
+        return {key[-DIGEST_BYTES:] for key in self._table.speculated(slot)}
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
         """``slot``, one of ours, now holds ``chunks`` in ``tier``; see ``ChunkIndex``."""

@@ -7,7 +7,7 @@ a worker that will hold it in a moment.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import groupby, repeat, takewhile
 from math import inf
 from time import monotonic
@@ -84,6 +84,10 @@ class Overlay:
         self._live[speculation] = None
         self._n_chunks += len(chunks)
         return speculation
+
+    def chunks(self, position: int) -> Set[bytes]:
+        """Return the chunks that ``position`` is said to hold."""
+        return self._counts.get(position, {}).keys()
 
     def settle(self, speculation: SpeculativePrompt, now: float) -> None:
         """Forget ``speculation`` once its time to live is over, counted from ``now``."""

@@ -7,7 +7,7 @@ there; the column is handed out again when no mask has its bits any more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from heapq import heappop, heappush
 from time import monotonic
 from typing import Final
@@ -102,6 +102,10 @@ class ChunkTable:
     def speculate(self, slot: int, chunks: Sequence[bytes]) -> SpeculativePrompt:
         """Count ``chunks``, a prompt from its beginning, as held by ``slot`` in HBM."""
         return self._overlay.add(self._columns.get(slot, -1), chunks)
+
+    def speculated(self, slot: int) -> Set[bytes]:
+        """Return the chunks of all speculations on ``slot``."""
+        return self._overlay.chunks(self._columns.get(slot, -1))
 
     def has_any(self, slots: Sequence[int]) -> bool:
         """Return whether one of ``slots`` is open here."""

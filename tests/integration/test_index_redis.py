@@ -236,3 +236,12 @@ def test_a_url_that_is_not_one_of_redis_is_a_mistake_in_the_configuration() -> N
 
 async def _owner(admin: redis.Redis, namespace: str, slot: int) -> bool:
     return admin.hget(f"{namespace}:{{slots}}:owners", str(slot)) is not None
+
+
+async def test_what_is_speculated_on_a_slot_of_ours_is_known(replica: Replica) -> None:
+    index = replica()
+    slot = await index.acquire_slot("a")
+    speculation = index.speculate(slot, prompt(3))
+    assert index.speculated(slot) == set(prompt(3))
+    speculation.cancel()
+    assert index.speculated(slot) == set()

@@ -42,6 +42,16 @@ async def test_the_least_recently_sent_goes_first_and_from_its_end(index: Memory
     assert await hits(index, second, [0]) == [4]
 
 
+async def test_prompts_on_their_way_leave_less_room(index: MemoryIndex, cache: ApproximateCache) -> None:
+    await cache.sent(0, prompt(6, seed=1), CHUNK, 10 * CHUNK)
+    on_its_way = index.speculate(0, prompt(6, seed=2))
+    await cache.sent(0, prompt(1, seed=3), CHUNK, 10 * CHUNK)
+    assert await hits(index, prompt(6, seed=1), [0]) == [3]
+    on_its_way.cancel()
+    await cache.sent(0, prompt(6, seed=4), CHUNK, 10 * CHUNK)
+    assert await hits(index, prompt(6, seed=1), [0]) == [3]
+
+
 async def test_a_shared_beginning_outlives_the_prompts_that_share_it(
     index: MemoryIndex, cache: ApproximateCache
 ) -> None:

@@ -28,6 +28,14 @@ def test_a_prompt_that_does_not_fit_keeps_its_beginning() -> None:
     assert gone == [(4, 0), (3, 0)]
 
 
+def test_what_running_prompts_hold_leaves_less_room() -> None:
+    cache: PrefixLru[str] = PrefixLru(CHUNK)
+    cache.ended(["a1", "a2", "a3"], 0, 500)
+    running = {"a1", "r2", "r3"}
+    assert cache.ended(["b1"], 0, 500, running) == (["b1"], [("a3", "a1")])
+    assert cache.ended(["a1", "r2", "r3"], 0, 400) == (["r2", "r3"], [("a2", "a1")])
+
+
 def test_a_cache_without_room_ends_empty() -> None:
     cache: PrefixLru[int] = PrefixLru(CHUNK)
     assert cache.ended([1], 10, 0) == ([1], [(1, 1)])
