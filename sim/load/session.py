@@ -6,6 +6,7 @@ import logging
 import os
 from typing import Any
 
+import gevent
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.rpc.protocol import Message
@@ -95,6 +96,9 @@ class LoadSession:
             LoadUser.schedule = None
             self._environment.process_exit_code = 2
             _log.error("%s", error)
+            options: Any = self._environment.parsed_options
+            if runner is not None and options.headless:
+                gevent.spawn(runner.quit)
 
     def _on_part(self, environment: Environment, msg: Message) -> None:
         self._part = (msg.data["part"], msg.data["parts"])

@@ -191,14 +191,21 @@ async def test_locust_divides_a_scenario_between_its_processes(tmp_path: Path) -
     locustfile = CliRunner().invoke(app, ["load", "--locustfile"]).stdout.strip()
     async with worker_and_client() as (worker, client):
         locust = (sys.executable, "-m", "locust", "-f", locustfile, "--headless", "--processes", 2, "-u", 4, "-r", 4)
-        options = ("--scenario", "tenants:requests=30", "--loop", "closed", "-t", "6s", "--host", worker.url)
+        options = ("--scenario", "tenants:requests=16", "--loop", "closed", "-t", "8s", "--host", worker.url)
         code, _, err = await run(*locust, *options, "--json-file", tmp_path / "stats")
         assert code == 0, err
         served = (await client.get("/metrics")).text
     entries: dict[str, Any] = {each["name"]: each for each in json.loads((tmp_path / "stats.json").read_text())}
     assert {"TTFT", "ITL", "tokens/s", "cached %"} <= entries.keys()
-    assert entries["/v1/chat/completions"]["num_requests"] == entries["TTFT"]["num_requests"] == 30
-    assert 'finished_reason="length",model_name="tiny"} 30.0' in served
+    assert entries["/v1/chat/completions"]["num_requests"] == entries["TTFT"]["num_requests"] == 16
+    assert 'finished_reason="length",model_name="tiny"} 16.0' in served
+
+
+async def test_locust_ends_where_there_is_no_such_scenario() -> None:
+    locust = (sys.executable, "-m", "locust", "-f", ROOT / "sim" / "load" / "locustfile.py", "--headless")
+    code, _, err = await run(*locust, "--host", "http://127.0.0.1:1", "--scenario", "chta")
+    assert code == 2
+    assert "Did you mean 'chat'" in err
 
 
 @pytest.mark.parametrize(
