@@ -19,7 +19,8 @@ from gateway.fleet.registry import Candidates, Worker
 from gateway.prompt.chat import Chat
 from gateway.prompt.conversation import outline
 from gateway.prompt.parsing import parse_request
-from gateway.prompt.pipeline import Prompt, PromptPipeline
+from gateway.prompt.pipeline import PromptPipeline
+from gateway.prompt.prompt import Prompt
 from gateway.prompt.request import ChatRequest
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.tools import parse_tools

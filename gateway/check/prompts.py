@@ -15,7 +15,8 @@ from gateway.check.mending import prefix_caching_flag
 from gateway.config import Config
 from gateway.errors import GatewayError
 from gateway.fleet.registry import Candidates, Registry, State, Worker
-from gateway.prompt.pipeline import Prompt, PromptPipeline
+from gateway.prompt.pipeline import PromptPipeline
+from gateway.prompt.prompt import Prompt
 from gateway.prompt.tokenizer import pack
 from policies.chunks import TOKEN_BYTES
 

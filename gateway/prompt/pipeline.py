@@ -8,11 +8,11 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from gateway.config import Config, ModelConfig
+from gateway.config import Config
 from gateway.fleet.registry import Candidates
 from gateway.prompt.chains import Chains, Link
 from gateway.prompt.chat import template_variables
@@ -31,6 +31,7 @@ from gateway.prompt.model import Model, load_models
 from gateway.prompt.parsing import KnownMessages, parse_request
 from gateway.prompt.passing import with_token_ids
 from gateway.prompt.plan import Pieces
+from gateway.prompt.prompt import Prompt
 from gateway.prompt.renderer import ChatRenderer
 from gateway.prompt.request import (
     ABSENT,
@@ -43,6 +44,7 @@ from gateway.prompt.request import (
 )
 from gateway.prompt.segments import SEGMENTS_AT_ONCE, Segment, SegmentCache
 from gateway.prompt.selfcheck import SelfCheck
+from gateway.prompt.source import Source
 from gateway.prompt.template import TemplateError
 from gateway.prompt.tokenizer import pack
 from gateway.prompt.tools import parse_tools
@@ -58,65 +60,6 @@ _INLINE_BYTES: Final = 128 * 2**10
 # Still longer ones are read and looked at in a thread altogether.
 _GLANCE_MESSAGES: Final = 2_000
 _GLANCE_BYTES: Final = 2**20
-
-
-class Source(NamedTuple):
-    """Where the tokens of one model's prompts come from.
-
-    Attributes:
-        model: tokenizes here; None where that cannot be done.
-        engine: the engine is asked where it cannot be done here.
-        tokenizes_alike: whether the engine's ``/tokenize`` makes of a chat what it will be run as.
-        asks_media: the engine may be asked to fetch and process media.
-        takes_templates: the engine takes chat templates from requests.
-    """
-
-    model: Model | None
-    engine: bool
-    tokenizes_alike: bool
-    asks_media: bool
-    takes_templates: bool
-
-    @classmethod
-    def of(cls, config: ModelConfig, model: Model | None) -> Source:
-        """Return the source for a model as configured and loaded."""
-        special = model.special if model is not None else None
-        if special is not None and special.own_tokenizer:
-            model = None
-        return cls(
-            model,
-            config.source == "engine" or special is not None,
-            special is None or special.tokenizes_alike,
-            config.media == "engine",
-            config.trust_request_chat_template,
-        )
-
-
-class Prompt:
-    """A prompt as routing sees it.
-
-    Attributes:
-        tokens: its length in tokens; an estimate unless ``exact``.
-        chunks: chained chunk hashes, whole chunks only; empty where the prompt could not be read.
-        exact: whether tokens and chunks are the engine's.
-        tokenized: whether they are the work of the tokenizer here, which the engine can check.
-    """
-
-    __slots__ = ("_parts", "chunks", "exact", "tokenized", "tokens")
-
-    def __init__(
-        self, tokens: int, chunks: list[bytes], exact: bool, parts: Sequence[bytes] = (), tokenized: bool = False
-    ) -> None:
-        self.tokens = tokens
-        self.chunks = chunks
-        self.exact = exact
-        self.tokenized = tokenized
-        self._parts = parts
-
-    @property
-    def ids(self) -> bytes:
-        """All token ids, packed little-endian u32; empty unless ``exact``."""
-        return b"".join(self._parts)
 
 
 class PromptPipeline:
