@@ -62,7 +62,9 @@ class PrefixLru(Generic[Chunk]):
         for chunk in reversed(chunks):
             entries.move_to_end(chunk)
         gone: list[tuple[Chunk, Chunk]] = []
-        room = capacity_tokens - len(running - entries.keys()) * self._chunk_tokens
+        room = capacity_tokens
+        if self._tokens + len(running) * self._chunk_tokens > room:  # else all that run have room, in any case
+            room -= sum(chunk not in entries for chunk in running) * self._chunk_tokens
         while self._tokens > room and entries:
             entry, root = entries.popitem(last=False)
             if isinstance(entry, _Nameless):
