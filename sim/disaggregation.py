@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from policies.disaggregation import apart_cost_s, whole_cost_s
 from sim.fleet import DisaggregationSettings, FleetSettings
 from sim.requests import SimRequest
 from sim.router import Router
@@ -34,13 +35,20 @@ class Disaggregation:
         return [worker for worker in up if worker < first], [worker for worker in up if worker >= first]
 
     def applies(self, request: SimRequest, router: Router, prefill: list[int], decode: list[int], now: float) -> bool:
-        """Return whether a request is worth two legs: both pools are there, and there is enough to compute."""
-        if not prefill or not decode or self.link.down_until > now:
+        """Return whether a request is worth two legs: both pools are there, there is enough to compute, and it pays."""
+        settings = self._settings
+        if not prefill or not decode or self.link.down_until > now or settings.policy == "never":
             return False
-        if not self._settings.least_tokens:
+        if settings.least_tokens:
+            held = max(router.residency(request, decode, now).hits())
+            if request.prompt_tokens - held < settings.least_tokens:
+                return False
+        if settings.policy == "always":
             return True
-        held = max(router.residency(request, decode, now).hits())
-        return request.prompt_tokens - held >= self._settings.least_tokens
+        here, there = router.prospect(request, decode, now), router.prospect(request, prefill, now)
+        wait_s = max(0.0, self.link.free_at - now)
+        transfer_s = wait_s + settings.latency_s + request.prompt_tokens * self._kv_bytes / settings.bytes_per_s
+        return apart_cost_s(there, transfer_s) < whole_cost_s(here, settings.interference)
 
     def arrives_at(self, tokens: int, prefill_s: float, now: float) -> float:
         """Move the KV of a prompt that has just been computed; return when the decode worker has all of it.

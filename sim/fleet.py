@@ -156,13 +156,19 @@ class DisaggregationSettings:
         prefill_workers: the first so many of the fleet prefill, the others decode.
         bytes_per_s: effective bandwidth of the link between them, shared by all transfers.
         latency_s: seconds before the first byte of a transfer.
-        least_tokens: prompts of which the best decode worker would have to compute fewer tokens than this stay there
-            as a whole; 0: all go through both.
+        policy: which prompts go through both: ``always`` all, ``never`` none, ``break-even`` those that gain by it, as
+            the gateway decides (``policies.disaggregation``). The others stay with a decode worker as a whole.
+        interference: for ``break-even``: how much a second of prefill costs every request that runs beside it, in
+            seconds of TTFT.
+        least_tokens: prompts of which the best decode worker would have to compute fewer tokens than this stay there,
+            whatever the policy.
     """
 
     prefill_workers: int
     bytes_per_s: float = 40e9
     latency_s: float = 2e-3
+    policy: Literal["always", "never", "break-even"] = "always"
+    interference: float = 0.1
     least_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -172,6 +178,10 @@ class DisaggregationSettings:
             raise ValueError(f"disaggregation: bytes_per_s must be above 0, not {self.bytes_per_s}")
         if not 0 <= self.latency_s < inf or self.least_tokens < 0:
             raise ValueError("disaggregation: latency_s and least_tokens must not be negative")
+        if self.policy not in ("always", "never", "break-even"):
+            raise ValueError(f"disaggregation: policy must be always, never or break-even, not {self.policy!r}")
+        if not 0 <= self.interference < inf:
+            raise ValueError(f"disaggregation: interference must not be negative, but is {self.interference}")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

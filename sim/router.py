@@ -9,6 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from policies.base import FleetView, Policy, Residency, RoutingRequest, Tier, create_policy, known_policies
+from policies.disaggregation import Prospect, prospect
 from sim.batch import BatchWorker
 from sim.fleet import FleetSettings
 from sim.index import ApproximateCaches, FleetIndex, Sent, Speculations
@@ -133,6 +134,10 @@ class Router:
         """Return what each of ``workers`` is believed to hold of a prompt."""
         self.speculations.advance(now)
         return self.index.residency(self._chunks(request), self._block_tokens, workers, self.speculations)
+
+    def prospect(self, request: SimRequest, workers: Sequence[int], now: float) -> Prospect:
+        """Return what a prompt would meet on the one of ``workers`` where its first token would come soonest."""
+        return prospect(self._view(workers), self.residency(request, workers, now), request.prompt_tokens, now)
 
     def started(self, dispatch: Dispatch, now: float) -> None:
         """A request that was held goes to its worker."""

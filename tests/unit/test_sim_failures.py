@@ -130,7 +130,7 @@ def test_an_avalanche_of_recomputing_is_smaller_where_hot_prefixes_have_copies()
     assert copied.counters["replicated_bytes"] > 0
 
 
-def apart(prefill_workers: int = 1, workers: int = 2, **settings: float) -> FleetSettings:
+def apart(prefill_workers: int = 1, workers: int = 2, **settings: float | str) -> FleetSettings:
     return FleetSettings(
         workers=workers,
         disaggregation=DisaggregationSettings(prefill_workers=prefill_workers, **settings),  # type: ignore[arg-type]
@@ -162,6 +162,29 @@ def test_prompts_with_little_to_compute_stay_where_they_are_decoded():
     assert result.counters["transfers"] == 1
     assert result.worker.tolist() == [1, 1]
     assert result.hit_tokens[1].sum() == 8192
+
+
+def test_a_lone_prompt_gains_nothing_by_being_moved_and_is_never_moved_where_that_is_off():
+    for policy in ("break-even", "never"):
+        result = simulate(lone_prompt(), apart(policy=policy), "round-robin")
+        assert result.counters["transfers"] == 0
+
+
+def test_break_even_answers_sooner_than_always_and_disturbs_less_than_never():
+    requests = []
+    for number in range(60):  # conversations of three turns: the first prefix is long, what follows is cached
+        begin, context = 0.25 * number, [number * 100 + block for block in range(30 + number % 30)]
+        for turn in range(3):
+            chunks = (*context, *(10_000 + number * 10 + block for block in range(turn)))
+            requests.append(SimRequest(begin + 10.0 * turn, chunks, len(chunks) * BLOCK, 150))
+    trace = Trace(sorted(requests, key=lambda request: request.arrival_s), BLOCK)
+    always, never, break_even = (
+        simulate(trace, apart(2, 5, bytes_per_s=100e9, policy=policy), "expected-cost")
+        for policy in ("always", "never", "break-even")
+    )
+    assert 0 < break_even.counters["transfers"] < always.counters["transfers"]
+    assert np.nanmean(break_even.ttft_s) < min(np.nanmean(always.ttft_s), np.nanmean(never.ttft_s))
+    assert np.nanmean(break_even.itl_s) < np.nanmean(never.itl_s)
 
 
 def test_decoding_is_not_disturbed_by_prefills_in_the_other_pool():
