@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Final
 
 log = logging.getLogger("kvway")
+
+_CANCEL_AGAIN_S: Final = 0.5
 
 _running: set[asyncio.Task[Any]] = set()
 
@@ -28,7 +30,9 @@ def _ended(task: asyncio.Task[Any]) -> None:
 
 async def stop(*tasks: asyncio.Task[Any] | None) -> None:
     """Cancel tasks and wait until they have ended; None and finished tasks are fine."""
-    live = [task for task in tasks if task is not None and not task.done()]
-    for task in live:
-        task.cancel()
-    await asyncio.gather(*live, return_exceptions=True)
+    live = {task for task in tasks if task is not None and not task.done()}
+    while live:
+        for task in live:
+            task.cancel()
+        # Cancelled just as a connection fails, a client library may raise that failure instead: then once more.
+        _, live = await asyncio.wait(live, timeout=_CANCEL_AGAIN_S)
