@@ -14,6 +14,7 @@ import uvloop
 
 from gateway.config import IndexConfig
 from gateway.index.redis import RedisIndex
+from gateway.index.redis_store import LEASE_S
 from tests.index_rig import Replica
 from tests.valkey import Valkey
 
@@ -48,8 +49,10 @@ def admin(valkey: Valkey) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-async def replica(valkey: Valkey) -> AsyncIterator[Replica]:
-    """Build replicas that share one index, and close them in the end."""
+async def replica(valkey: Valkey, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Replica]:
+    """Build replicas that share one index and look at it ten times as often as usual; close them in the end."""
+    monkeypatch.setattr("gateway.index.publisher._RENEW_S", LEASE_S / 100)
+    monkeypatch.setattr("gateway.index.publisher._CLAIM_TIMEOUT_S", 0.2)
     namespace = f"test-{next(_namespaces)}"
     built: list[RedisIndex] = []
 
