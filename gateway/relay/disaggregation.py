@@ -27,7 +27,7 @@ from gateway.relay.handovers import bootstrap_url
 from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.prefill import PrefillLeg
 from gateway.relay.retry import Failure, FailureKind
-from gateway.relay.route import Plan, Route, count_leg, decide, dispatch, find_residency, leave_out
+from gateway.relay.route import Plan, Route, count_leg, count_on, decide, dispatch, find_residency, leave_out
 from gateway.relay.services import Services
 from gateway.relay.upstream import Receiver
 from policies.base import RoutingRequest
@@ -86,6 +86,8 @@ class HandOver:
         if self._whole is None:
             self._whole = not await self._pays()
             self._services.hand_overs.decided("whole" if self._whole else "apart")
+        if tried and (resort := await self._last_resort(tried)) is not None:
+            return resort
         if not self._whole:
             leg = self._leg if self._leg is not None and self._is_fresh(self._leg) else await self._prefill()
             if leg is not None:
@@ -190,8 +192,29 @@ class HandOver:
                 return None
         return None
 
-    async def _prefill_route(self) -> Route | None:
-        """Choose a prefill worker, by what the model's policy says, and count the request there."""
+    async def _last_resort(self, tried: Collection[Worker]) -> Route | None:
+        """Where every worker that decodes has failed, let a prefill worker answer; SGLang's cannot."""
+        assert self._plan.model is not None
+        if any(worker not in tried for worker in self._services.registry.candidates(self._plan.model).workers):
+            return None
+        if any(worker.config.pd == "sglang" for worker in tried):
+            return None
+        self._drop("decode_failed")
+        self._tried += [worker for worker in tried if worker.config.role == "prefill"]
+        route = await self._prefill_route(answers=True)
+        if route is not None:
+            route.body = legs.write_fields(self._fields)
+        return route
+
+    async def _prefill_route(self, answers: bool = False) -> Route | None:
+        """Choose a prefill worker, by what the model's policy says, and count the request there.
+
+        Args:
+            answers: it is to decode the request, too.
+
+        Returns:
+            None where no worker is left that has not failed.
+        """
         services, plan = self._services, self._plan
         assert plan.model is not None and plan.request is not None and plan.policy is not None
         try:
@@ -206,6 +229,8 @@ class HandOver:
         if workers[row] in self._tried:
             return None
         hit_tokens = min(residency.hit(row), plan.request.prompt_tokens)
+        if answers:
+            return count_on(services, plan, workers[row], hit_tokens, "last_resort", now)
         return count_leg(services, plan, workers[row], hit_tokens, now, decodes=False)
 
     async def _decode(self, leg: PrefillLeg, tried: Collection[Worker]) -> Route:
@@ -213,7 +238,8 @@ class HandOver:
         services, plan = self._services, self._plan
         assert plan.model is not None and plan.request is not None
         candidates, residency = await find_residency(services, plan.model, plan.request)
-        workers, fleet, _ = leave_out(tried, candidates, residency)
+        strange = [worker for worker in candidates.workers if worker.config.pd != leg.worker.config.pd]
+        workers, fleet, _ = leave_out([*tried, *strange], candidates, residency)
         now = monotonic()
         services.ledger.advance(now)
         domain = leg.worker.config.domain
@@ -281,8 +307,9 @@ class HandOver:
         book.ended(leg.worker, decoder.name, "completed")
         if self._plan.streamed:
             book.first_token(leg.worker, decoder, now - self._received_at)
-            since = max(leg.ended_at, self._sent_at) if leg.ended_at else now
-            book.transferred(leg.worker, decoder, _kv_bytes(leg.worker, request), now - since)
+            if leg.ended_at and leg.worker.config.pd != "sglang":  # whose prefill worker answers after the transfer
+                seconds = now - max(leg.ended_at, self._sent_at)
+                book.transferred(leg.worker, decoder, _kv_bytes(leg.worker, request), seconds)
 
     def _reported_tokens(self) -> int | None:
         """Return what the client is to be told was cached: what was so where the prompt was prefilled."""

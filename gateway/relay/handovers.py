@@ -52,10 +52,10 @@ class HandOverBook:
         observer.counter("kvway_handover_decisions_total", about, lambda: self._decisions, ("decision",))
         for name, about, counted in (
             ("ttft_seconds", "From request to first token, streams that were handed over.", self._ttft_s),
-            ("ttft_count", "Streams in kvway_handover_ttft_seconds_total.", self._ttfts),
-            ("transfer_seconds", "From the end of prefill to the first token, same streams.", self._transfer_s),
-            ("transfer_count", "Streams in kvway_handover_transfer_seconds_total.", self._transfers),
-            ("bytes", "KV cache handed over with them, by the configured kv_bytes_per_token.", self._moved_bytes),
+            ("streams", "These streams.", self._ttfts),
+            ("transfer_seconds", "From the end of prefill to the first token, where both were seen.", self._transfer_s),
+            ("transfers", "Transfers that took this time.", self._transfers),
+            ("bytes", "KV cache that they moved, by the configured kv_bytes_per_token.", self._moved_bytes),
         ):
             observer.counter(f"kvway_handover_{name}_total", about, lambda counted=counted: counted, _PAIR)  # type: ignore[misc]
 

@@ -227,6 +227,42 @@ async def test_without_prefill_workers_requests_stay_whole(connector: str) -> No
         assert (await apart.rig.settled()).reason != "apart"
 
 
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+async def test_without_decode_workers_prefill_workers_answer(connector: str) -> None:
+    async with fleet(connector, decodes=(Fault("die"),)) as apart:
+        message = await ask(apart.rig, CHAT, stream=True)
+        assert message.status == 200 and text_of(message)
+        record = await apart.rig.settled()
+        assert (record.worker, record.reason) == ("w0", "last_resort")
+
+
+async def test_a_handed_over_stream_that_is_cut_goes_on_elsewhere_where_that_is_on() -> None:
+    cut = Fault("cut", count=1, after_tokens=4)
+    async with fleet("nixl", decodes=(cut, None), resumption={"max_per_stream": 1}) as apart:
+        resumed = await ask(apart.rig, CHAT, stream=True)
+        record = await apart.rig.settled()
+        whole = await ask(apart.rig, CHAT, stream=True)
+        await apart.rig.settled()
+        assert (record.outcome, record.resumptions) == (Outcome.OK, 1)
+        assert text_of(resumed) == text_of(whole)
+        assert sum(handovers(apart.rig).values()) == 3
+
+
+async def test_pairs_are_measured() -> None:
+    async with fleet("nixl") as apart:
+        await ask(apart.rig, CHAT, stream=True)
+        await apart.rig.settled()
+        exposed = apart.rig.services.observer.render().decode()
+        figures = {}
+        for line in exposed.splitlines():
+            name, _, value = line.rpartition('{prefill="w0",decode="w1"} ')
+            if name:
+                figures[name.removeprefix("kvway_handover_")] = float(value)
+        assert figures["streams_total"] == figures["transfers_total"] == 1
+        assert 0 < figures["transfer_seconds_total"] < figures["ttft_seconds_total"]
+        assert figures["bytes_total"] > 0
+
+
 async def test_sglang_workers_without_a_prefill_worker_say_so() -> None:
     async with fleet("sglang", prefills=(Fault("die"),), retries={"backoff_s": 0.001}) as apart:
         message = await ask(apart.rig, CHAT)
