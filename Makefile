@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all lint format bench e2e-vllm clean
+.PHONY: help demo test test-all lint format bench e2e-vllm e2e-vllm-pd clean
 
 help: ## list what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,11 @@ bench: $(VENV)/ready ## every benchmark, one after another
 e2e-vllm: $(VENV)/ready ## two real vLLM workers behind the gateway (large download, some minutes)
 	$(PYTHON) -m tests.e2e.setup_vllm .venv-vllm
 	$(BIN)/python -m pytest -m e2e tests/e2e
+
+e2e-vllm-pd: $(VENV)/ready ## two of them over NIXL, one that prefills and one that decodes
+	$(PYTHON) -m tests.e2e.setup_vllm .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --no-deps nixl==1.5.2 nixl-cu12==1.5.1
+	$(BIN)/python -m pytest -m e2e tests/e2e/test_disaggregation.py
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) .venv-vllm .venv-bench .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,117 @@
+"""Two real vLLM engines, one that prefills and one that decodes, over NIXL."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import BLOCK_TOKENS, ENVIRONMENT, MODEL, VLLM
+from tests.processes import free_ports, kvway, running, wait_for, write_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+CONNECTOR = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+NIXL = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp,shm,self", "UCX_NET_DEVICES": "lo"}
+BYTES = "vllm:nixl_bytes_transferred_sum"
+PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A gateway before a prefill and a decode engine."""
+
+    url: str
+    admin: str
+    prefill: str
+    decode: str
+    prefill_process: subprocess.Popen[bytes]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    if not VLLM.exists() or not list(VLLM.parent.parent.glob("lib/python3*/site-packages/nixl")):
+        pytest.skip("no .venv-vllm with nixl: `make e2e-vllm-pd` makes it")
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for _ in range(2):
+            port, side_channel = free_ports(2)
+            command = [VLLM, "serve", MODEL, "--served-model-name", "tiny", "--load-format", "dummy"]
+            command += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
+            command += ["--max-model-len", "8192", "--host", "127.0.0.1", "--port", str(port)]
+            command += ["--enable-prompt-tokens-details", "--kv-transfer-config", CONNECTOR]
+            environ = ENVIRONMENT | NIXL | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
+            engines.append((f"http://127.0.0.1:{port}", stack.enter_context(running(command, **environ))))
+        for url, process in engines:
+            wait_for(f"{url}/health", process, 300)
+        (prefill, process), (decode, _) = engines
+        public, admin = free_ports(2)
+        config = {
+            "server": {"host": "127.0.0.1", "port": public, "admin_port": admin},
+            "workers": [{"url": prefill, "role": "prefill"}, {"url": decode, "role": "decode"}],
+            "models": {"tiny": {"tokenizer": str(MODEL)}},
+            "prompt": {"chunk_tokens": 64},
+            "disaggregation": {"policy": "always"},
+        }
+        file = write_config(tmp_path_factory.mktemp("gateway"), config)
+        gateway = stack.enter_context(running(kvway("serve", "--config", file)))
+        wait_for(f"http://127.0.0.1:{public}/ready", gateway, 30)
+        yield Pair(f"http://127.0.0.1:{public}", f"http://127.0.0.1:{admin}", prefill, decode, process)
+
+
+def ask(url: str, path: str, text: str, **fields: object) -> httpx.Response:
+    body = {"model": "tiny", "max_tokens": 12, "temperature": 0, "ignore_eos": True, **fields}
+    body |= {"prompt": text} if path == PATHS[1] else {"messages": [{"role": "user", "content": text}]}
+    response = httpx.post(f"{url}{path}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def figure(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def text_of(response: httpx.Response) -> str:
+    choice = response.json()["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_answers_equal_those_of_one_engine_and_kv_is_moved(pair: Pair, path: str) -> None:
+    prompt = f"{path} begins a long story about a router. " * 40
+    moved = figure(pair.decode, BYTES)
+    apart = ask(pair.url, path, prompt)
+    assert figure(pair.decode, BYTES) > moved
+    whole = ask(pair.prefill, path, prompt)
+    assert text_of(apart) == text_of(whole)
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [apart.json()["usage"][name] for name in counts] == [whole.json()["usage"][name] for name in counts]
+    assert apart.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_streams_begin_and_end_as_ever(pair: Pair, path: str) -> None:
+    prompt = f"{path} streams a long story about a router. " * 40
+    moved = figure(pair.decode, BYTES)
+    stream = ask(pair.url, path, prompt, stream=True)
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert figure(pair.decode, BYTES) > moved
+
+
+def test_what_the_prefill_engine_had_cached_is_reported(pair: Pair) -> None:
+    prompt = "the same long story about a router, told twice. " * 40
+    first, second = (ask(pair.url, PATHS[1], prompt) for _ in range(2))
+    cached = [one.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (first, second)]
+    assert cached[0] == 0 < cached[1]
+    assert figure(pair.admin, "kvway_handovers_total") >= 2
+
+
+def test_a_killed_prefill_engine_fails_no_request(pair: Pair) -> None:
+    pair.prefill_process.kill()
+    for number in range(4):
+        ask(pair.url, PATHS[number % 2], f"{number} the last story about a router. " * 40, stream=number > 1)
