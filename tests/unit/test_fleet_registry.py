@@ -155,3 +155,34 @@ def test_it_is_ready_once_one_worker_is(registry):
     assert not registry.any_ready()
     registry.set_state(worker, State.READY)
     assert registry.any_ready()
+
+
+def test_prefill_workers_are_a_pool_of_their_own(registry):
+    assert not registry.apart
+    for name, role in (("a", "prefill"), ("b", "decode"), ("c", "mixed"), ("d", "prefill")):
+        registry.add(make_worker(name, role=role))
+    assert registry.apart
+    assert registry.candidates("llama").fleet.names == ["b", "c"]
+    assert registry.prefilling("llama").fleet.names == ["a", "d"]
+    registry.set_state(registry.workers["a"], State.EJECTED)
+    assert registry.prefilling("llama").fleet.names == ["d"]
+    registry.remove("d")
+    with pytest.raises(NoWorker, match="No worker with role prefill is ready for model 'llama'"):
+        registry.prefilling("llama")
+
+
+def test_prefill_workers_answer_only_where_no_other_is_ready(registry):
+    registry.add(make_worker("a", role="prefill"))
+    registry.add(decoder := make_worker("b", role="decode"))
+    assert registry.candidates("llama").fleet.names == ["b"]
+    registry.set_state(decoder, State.EJECTED)
+    assert registry.candidates("llama").fleet.names == ["a"]
+    registry.set_state(registry.workers["a"], State.EJECTED)
+    assert registry.candidates("llama").fleet.names == ["b"]
+
+
+def test_load_elsewhere_counts_among_prefill_workers_too(registry):
+    for name, role in (("a", "prefill"), ("b", "decode")):
+        registry.add(make_worker(name, role=role))
+    registry.elsewhere = np.ones_like(registry.fleet.state)
+    assert registry.prefilling("llama").fleet.running.tolist() == [1]

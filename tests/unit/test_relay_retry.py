@@ -23,8 +23,9 @@ def test_reading_may_happen_twice() -> None:
     assert is_repeatable(b"GET", "/v1/files")
 
 
-def test_a_worker_at_its_limit_is_not_blamed() -> None:
-    assert [kind for kind in FailureKind if not kind.blames_worker] == [FailureKind.STALE, FailureKind.REFUSED]
+def test_a_worker_at_its_limit_is_not_blamed_nor_one_that_waited_for_another() -> None:
+    blameless = {kind for kind in FailureKind if not kind.blames_worker}
+    assert blameless == {FailureKind.STALE, FailureKind.PARTNER, FailureKind.REFUSED}
 
 
 def spent(budget: RetryBudget, now: float) -> int:
