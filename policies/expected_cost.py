@@ -77,7 +77,7 @@ class ExpectedCostParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """
 
     price: bool = True
-    reuse: Share = 0.8
+    reuse: Share = 0.75
     growth: bool = True
     replicate: bool = True
     bounded: bool = True
@@ -186,7 +186,8 @@ class ExpectedCost:
                 _, host, disk, remote = tiers
                 work = work + reload_seconds(host, disk, remote, host_s, disk_s, remote_s)
             pi = (wait + work * 0.5) * crowding
-            displacement = (new + growth) * b * turnover * reuse
+            # A displaced token is computed again in the middle, on average, of a context as long as this one.
+            displacement = (new + growth) * (b + c * prompt * 0.5) * turnover * reuse
             excess = (pending_tokens + decode_tokens * decode_weight - prompt) * b
             return wait + (pi + 1.0) * (work + displacement), excess, work, wait, pi, displacement
 

@@ -60,7 +60,8 @@ BASELINES: Final = (
     Entrant("lmetric, own tokens", "lmetric", {"queued": False}),
     Entrant("sticky, 14 s", "sticky", {"max_gap_s": 14}),
 )
-STRONGEST: Final = ("weighted", "sticky", "predicted-latency", "least-work")
+# Each is the best of all in one of the decisive cells; `weighted` is what llm-d runs.
+STRONGEST: Final = ("weighted", "sticky", "predicted-latency", "dualmap", "lmetric, own tokens")
 ABLATION: Final = (
     DEFAULT,
     *(
