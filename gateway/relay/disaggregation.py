@@ -1,9 +1,9 @@
 """A request over two workers: one prefills its prompt, another decodes from the KV cache that it is handed.
 
-``HandOver`` stands between an exchange and its workers, for requests to models that have workers with role ``prefill``
-and for no others. It decides before every attempt whether the request goes over two workers, sees to the prefill leg,
-and gives the exchange the route of the other one; the answer that the client gets is that of the decode worker, as it
-comes. Until its first byte everything can be done again elsewhere.
+``HandOver`` stands between an exchange and its workers where any worker has a role, and nowhere else. It decides
+whether the request goes over two workers, sees to the prefill leg of every attempt, and gives the exchange the route of
+the other leg; the answer that the client gets is that of the decode worker, as it comes. Until its first byte
+everything can be done again elsewhere.
 
 With NIXL one leg follows the other. With Mooncake and SGLang they run at once: what fails takes the other with it.
 """
@@ -64,6 +64,7 @@ class HandOver:
         self._sequences = legs.sequences(exchange.head.path, exchange.body)
         self._whole: bool | None = None  # not decided yet
         self._tried: list[Worker] = []  # prefill workers that failed
+        self._blameless: list[Worker] = []  # decode workers that waited for them
         self._refused = False  # a prefill worker finds the request wrong: another shall say so to the client
         self._leg: PrefillLeg | None = None
         self._decode_body = b""
@@ -83,6 +84,7 @@ class HandOver:
             GatewayError: the model is no longer served, or no worker is there.
         """
         self._receiver = self._decoder = None
+        tried = [worker for worker in tried if worker not in self._blameless]
         if self._whole is None:
             self._whole = not await self._pays()
             self._services.hand_overs.decided("whole" if self._whole else "apart")
@@ -127,6 +129,8 @@ class HandOver:
             return
         if failure.kind is FailureKind.CONNECT and self._leg.answer is not None:
             return  # nobody has fetched its KV
+        if failure.kind is FailureKind.PARTNER:
+            self._blameless.append(self._decoder)
         self._drop("decode_failed")
 
     def close(self) -> None:
@@ -144,22 +148,22 @@ class HandOver:
         """Return whether the request should go over two workers."""
         services, plan, config = self._services, self._plan, self._services.config.disaggregation
         assert plan.model is not None and plan.request is not None
+        request = plan.request
         try:
-            among = services.registry.prefilling(plan.model)
+            connector = services.registry.prefilling(plan.model).workers[0].config.pd
+            if connector == "sglang":
+                return self._sequences > 0
+            if self._sequences != 1 or config.policy != "break-even":
+                return self._sequences == 1 and config.policy == "always"
+            prefills, held_there = await find_residency(services, plan.model, request, prefilling=True)
         except NoWorker:
             return False
-        connector = among.workers[0].config.pd
-        if self._sequences != 1 and (connector != "sglang" or not self._sequences):
-            return False
-        if connector == "sglang" or config.policy != "break-even":
-            return connector == "sglang" or config.policy == "always"
-        request = plan.request
-        whole, held = await find_residency(services, plan.model, request)
+        decodes, held_here = await find_residency(services, plan.model, request)
         now = monotonic()
-        here = prospect(whole.fleet, held, request.prompt_tokens, now)
-        among, held = await find_residency(services, plan.model, request, prefilling=True)
-        there = prospect(among.fleet, held, request.prompt_tokens, now)
-        source, target = among.workers[there.row], whole.workers[here.row]
+        services.ledger.advance(now)
+        there = prospect(prefills.fleet, held_there, request.prompt_tokens, now)
+        here = prospect(decodes.fleet, held_here, request.prompt_tokens, now)
+        source, target = prefills.workers[there.row], decodes.workers[here.row]
         rate = services.hand_overs.rates.bytes_per_s(source.name, target.name)
         transfer_s = config.latency_s + _kv_bytes(source, request) / rate
         return apart_cost_s(there, transfer_s) < whole_cost_s(here, config.interference)

@@ -166,7 +166,8 @@ async def test_a_prefill_worker_killed_while_it_computes_fails_no_request(connec
         dying.begin_fault(Fault("die"))
         message = await asked
         assert message.status == 200 and text_of(message)
-        await apart.rig.settled()
+        record = await apart.rig.settled()
+        assert (record.worker, record.reason) == ("w2", "apart")
         assert {worker for worker, _ in apart.rig.blamed} == {"w0"}
 
 
