@@ -138,9 +138,11 @@ class HandOver:
         self._drop("abandoned")
         self._receiver = None
 
-    def begun(self) -> None:
+    def begun(self, route: Route | None) -> None:
         """The client has its answer, or the next part of it: nothing is sent any more, and streams live long."""
         self._fields, self._decode_body = {}, b""
+        if route is not None:
+            route.body = None
 
     # Whether and where
 

@@ -299,7 +299,7 @@ class Exchange:
             self._route.answered(response.status, now)
         self.body = b""  # nobody needs it any more, and streams live long
         if self._hand_over is not None:
-            self._hand_over.begun()
+            self._hand_over.begun(self._route)
         if self.answer.started:
             record.resumptions += 1
             self.answer.pass_on(data)
