@@ -135,7 +135,8 @@ class HandOver:
 
     def close(self) -> None:
         """The request is over."""
-        self._drop("abandoned")
+        prefilled = self._leg is not None and self._leg.answer is not None
+        self._drop("abandoned" if prefilled else "cancelled")
         self._receiver = None
 
     def begun(self, route: Route | None) -> None:

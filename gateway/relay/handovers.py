@@ -33,6 +33,7 @@ class HandOverBook:
     """
 
     def __init__(self, config: DisaggregationConfig, registry: Registry) -> None:
+        self._registry = registry
         self.rates = LinkRates(config.link_gb_s * 1e9)
         self._outcomes: Counter[tuple[str, str, str]] = Counter()
         self._decisions: Counter[str] = Counter()
@@ -46,7 +47,7 @@ class HandOverBook:
 
     def expose(self, observer: Observer) -> None:
         """Export the accounts."""
-        about = "Hand-overs from prefill to decode worker; abandoned: KV was ready, and nobody came for it."
+        about = "Hand-overs from prefill to decode worker; abandoned: KV was ready, and its request was over."
         observer.counter("kvway_handovers_total", about, lambda: self._outcomes, (*_PAIR, "outcome"))
         about = "Requests by whether they were to go over two workers."
         observer.counter("kvway_handover_decisions_total", about, lambda: self._decisions, ("decision",))
@@ -100,10 +101,12 @@ class HandOverBook:
         if joined:
             return
         self._engines.pop(worker, None)
+        # All that are gone, not this one alone: a request may have ended after its worker left.
+        present = {"", *self._registry.workers}
         for of_pair in (self._ttft_s, self._ttfts, self._transfer_s, self._transfers, self._moved_bytes):
-            for pair in [pair for pair in of_pair if worker.name in pair]:
+            for pair in [pair for pair in of_pair if not present.issuperset(pair)]:
                 del of_pair[pair]
-        for counted in [counted for counted in self._outcomes if worker.name in counted[:2]]:
+        for counted in [counted for counted in self._outcomes if not present.issuperset(counted[:2])]:
             del self._outcomes[counted]
 
 

@@ -262,6 +262,8 @@ async def test_pairs_are_measured() -> None:
         assert figures["streams_total"] == figures["transfers_total"] == 1
         assert 0 < figures["transfer_seconds_total"] < figures["ttft_seconds_total"]
         assert figures["bytes_total"] > 0
+        apart.rig.services.registry.remove("w1")
+        assert b"decode=" not in apart.rig.services.observer.render()
 
 
 async def test_sglang_workers_without_a_prefill_worker_say_so() -> None:
@@ -421,6 +423,18 @@ async def test_a_client_that_leaves_takes_both_legs_along() -> None:
             await decode.given_up.wait()
         assert await rig.outcome() is Outcome.CLIENT_GONE
         assert rig.blamed == []
+        assert handovers(rig) == counted("w0", "w1", "cancelled")
+
+
+async def test_kv_that_is_left_behind_is_counted() -> None:
+    decode = Patient()
+    async with patient_pair("nixl", answers(PREFILLED), decode) as rig:
+        async with rig.connect() as client:
+            client.send(request(body_of(CHAT)))
+            await decode.asked.wait()
+        async with asyncio.timeout(AT_ONCE_S):
+            await decode.given_up.wait()
+        assert await rig.outcome() is Outcome.CLIENT_GONE
         assert handovers(rig) == counted("w0", "w1", "abandoned")
 
 
@@ -434,6 +448,7 @@ async def test_a_client_that_leaves_during_the_prefill() -> None:
             await prefill.given_up.wait()
         assert await rig.outcome() is Outcome.CLIENT_GONE
         assert rig.blamed == []
+        assert handovers(rig) == counted("w0", "", "cancelled")
 
 
 @pytest.mark.parametrize("dying", ["prefill", "decode"])
