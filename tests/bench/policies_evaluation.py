@@ -15,7 +15,8 @@ import math
 import os
 import platform
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -34,7 +35,7 @@ from sim.results import SimResult
 from sim.users import steady
 from tests.bench.measure import Figures
 from tests.bench.policies_cells import CELLS, CLAUDE_CODE, DECISIVE, MOONCAKE, Cell, Setting, fleet_of, trace_of
-from tests.bench.policies_targets import OURS, Results, best_baseline, gain, mean_of, targets
+from tests.bench.policies_targets import OURS, Entrants, Results, best_baseline, gain, mean_of, targets
 from tests.processes import ROOT
 
 TRACES: Final = ROOT.parent / "shared" / "traces"
@@ -124,16 +125,23 @@ def _hits_and_answers(result: SimResult, third: int) -> tuple[float, float]:
     return part.hit_rate(), float(((ends >= third) & (ends < third + 1)).sum())
 
 
-def simulate_all(jobs: Sequence[Job], processes: int, console: Console) -> Results:
-    """Run the jobs, showing how far they are and how long the rest will take."""
+def simulate_all(
+    jobs: Sequence[Job], processes: int, console: Console, on_cell: Callable[[str, Entrants], None]
+) -> Results:
+    """Run the jobs, showing how far they are and how long it will take; ``on_cell`` is told of every whole cell."""
     results: Results = {}
+    left = Counter(job.cell.name for job in jobs)
     together = sum((job.cell, job.seed) == (jobs[0].cell, jobs[0].seed) for job in jobs)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=len(jobs))
         for job, found in zip(jobs, _outcomes(jobs, processes, together), strict=True):
-            results.setdefault(job.cell.name, {}).setdefault(job.entrant.label, []).append(found)
-            bar.update(task, description=job.cell.name, advance=1)
+            name = job.cell.name
+            results.setdefault(name, {}).setdefault(job.entrant.label, []).append(found)
+            left[name] -= 1
+            if not left[name]:
+                on_cell(name, results[name])
+            bar.update(task, description=name, advance=1)
     return results
 
 
@@ -145,7 +153,7 @@ def _outcomes(jobs: Sequence[Job], processes: int, together: int) -> Iterator[Fi
         yield from pool.map(run, jobs, chunksize=together)  # a cell and seed as a whole: its traffic is read once
 
 
-def table(cell: str, entrants: Mapping[str, Sequence[Figures]], beaten: str) -> Table:
+def table(cell: str, entrants: Entrants, beaten: str) -> Table:
     """Return a cell's figures, means over the seeds; gains are against ``beaten``."""
     columns = {
         "req/s": ("requests_per_s", 1, "{:.2f}"),
@@ -168,7 +176,7 @@ def table(cell: str, entrants: Mapping[str, Sequence[Figures]], beaten: str) -> 
     return shown
 
 
-def summarise(entrants: Mapping[str, Sequence[Figures]], beaten: str) -> dict[str, Any]:
+def summarise(entrants: Entrants, beaten: str) -> dict[str, Any]:
     """Return a cell for programs: means, every seed, and the gains against ``beaten`` with standard errors."""
     return {
         label: {
@@ -227,16 +235,20 @@ def main(options: Namespace) -> None:
         for entrant in _entrants(options)
     ]
     console.print(f"{len(jobs)} simulations, {setting}", style="dim", highlight=False)
-    results = simulate_all(jobs, options.processes, console)
-    beaten = {name: OURS if options.ablation else best_baseline(entrants) for name, entrants in results.items()}
-    for name, entrants in results.items():
-        console.print(table(name, entrants, beaten[name]))
+
+    def beaten(entrants: Entrants) -> str:
+        return OURS if options.ablation else best_baseline(entrants)
+
+    def show(name: str, entrants: Entrants) -> None:
+        console.print(table(name, entrants, beaten(entrants)))
+
+    results = simulate_all(jobs, options.processes, console, show)
     met = {} if options.ablation else targets(results, chosen)
     for target, yes in met.items():
         console.print(f"{'yes' if yes else 'no ':<4}{target}", highlight=False)
     if options.json:
         machine = {"python": platform.python_version(), "cores": os.cpu_count()}
-        cells = {name: summarise(entrants, beaten[name]) for name, entrants in results.items()}
+        cells = {name: summarise(entrants, beaten(entrants)) for name, entrants in results.items()}
         print(json.dumps({"machine": machine, "part": options.part, "cells": cells, "targets": met}))
 
 

@@ -13,8 +13,11 @@ from tests.bench.policies_cells import Cell
 
 OURS: Final = "expected-cost"
 
+Entrants = Mapping[str, Sequence[Figures]]
+"""Entrant → figures, one per seed."""
+
 Results = dict[str, dict[str, list[Figures]]]
-"""Cell → entrant → figures, one per seed."""
+"""Cell → the same."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Gain:
         return f"{self.mean:+.1%}" + ("" if math.isnan(self.error) else f" ± {self.error:.1%}")
 
 
-def best_baseline(entrants: Mapping[str, Sequence[Figures]]) -> str:
+def best_baseline(entrants: Entrants) -> str:
     """Return the baseline with the least mean TTFT."""
     return min(
         (label for label in entrants if label != OURS), key=lambda label: mean_of(entrants[label], "ttft_mean_s")
