@@ -174,6 +174,7 @@ class ExpectedCost:
         crowding = traffic.crowding() if params.price else 0.0
         growth = traffic.growth_tokens() if params.growth and fresh else 0.0
         reuse, decode_weight = params.reuse, params.decode_weight
+        middle = prompt * 0.5  # where in a context as long as this one a displaced token is computed again, on average
 
         def weigh(state: Any, hit: Any, tiers: Any, turnover: Any) -> tuple[Any, ...]:
             # in the order of policies.base.COLUMNS
@@ -186,8 +187,7 @@ class ExpectedCost:
                 _, host, disk, remote = tiers
                 work = work + reload_seconds(host, disk, remote, host_s, disk_s, remote_s)
             pi = (wait + work * 0.5) * crowding
-            # A displaced token is computed again in the middle, on average, of a context as long as this one.
-            displacement = (new + growth) * (b + c * prompt * 0.5) * turnover * reuse
+            displacement = (new + growth) * (b + c * middle) * turnover * reuse
             excess = (pending_tokens + decode_tokens * decode_weight - prompt) * b
             return wait + (pi + 1.0) * (work + displacement), excess, work, wait, pi, displacement
 
