@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
@@ -71,6 +74,14 @@ def ask(url: str, path: str, text: str, **fields: object) -> httpx.Response:
     return response
 
 
+def kill_tree(pid: int) -> None:
+    """Kill an engine with all processes that it has started, which would outlive it."""
+    children = " ".join(task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill_tree(int(child))
+
+
 def figure(url: str, name: str) -> float:
     lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
@@ -112,6 +123,6 @@ def test_what_the_prefill_engine_had_cached_is_reported(pair: Pair) -> None:
 
 
 def test_a_killed_prefill_engine_fails_no_request(pair: Pair) -> None:
-    pair.prefill_process.kill()
+    kill_tree(pair.prefill_process.pid)
     for number in range(4):
         ask(pair.url, PATHS[number % 2], f"{number} the last story about a router. " * 40, stream=number > 1)
