@@ -11,7 +11,7 @@ vLLM) forget by age what is not announced again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from time import monotonic
 from typing import Final
 
@@ -186,6 +186,10 @@ class PooledIndex:
     def speculate(self, slot: int, chunks: Sequence[bytes]) -> Speculation:
         """See ``ChunkIndex``."""
         return self._index.speculate(slot, chunks)
+
+    def speculated(self, slot: int) -> Set[bytes]:
+        """See ``ChunkIndex``."""
+        return self._index.speculated(slot)
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
         """See ``ChunkIndex``."""

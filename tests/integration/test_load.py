@@ -165,6 +165,7 @@ async def test_a_scenario_runs_against_a_worker_and_is_reported(tmp_path: Path) 
     assert sorted(tmp_path.iterdir()) == sorted([lines, html, figures])
 
 
+@pytest.mark.slow
 async def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
     traffic = "tenants:requests=12,rate=50,output_tokens=100"
     async with worker_and_client(speed=2.0) as (worker, _):
@@ -177,6 +178,7 @@ async def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
     assert sent[-1] < json.loads(out)["latency_p50_s"] * len(due)
 
 
+@pytest.mark.slow
 async def test_a_ramp_ends_with_its_last_step() -> None:
     async with worker_and_client() as (worker, _):
         words = ("--ramp", "--ramp-step", 1, "--ramp-most", 2, "--url", worker.url, "--json")
@@ -187,6 +189,7 @@ async def test_a_ramp_ends_with_its_last_step() -> None:
     assert all(step["requests_per_s"] > 0 for step in steps)
 
 
+@pytest.mark.slow
 async def test_locust_divides_a_scenario_between_its_processes(tmp_path: Path) -> None:
     locustfile = CliRunner().invoke(app, ["load", "--locustfile"]).stdout.strip()
     async with worker_and_client() as (worker, client):

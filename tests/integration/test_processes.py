@@ -79,6 +79,7 @@ async def test_processes_share_a_port_survive_a_kill_and_end_together(
             assert not any(map(_is_alive, family))
 
 
+@pytest.mark.slow
 async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path, client: httpx.AsyncClient) -> None:
     with service(tmp_path, config_for([], "")) as running_service:
         await until(lambda: _joined(client, running_service), within_s=START_S)

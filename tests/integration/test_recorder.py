@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import httpx
+import pytest
 
 from sim.engine import simulate
 from sim.fleet import FleetSettings
@@ -50,6 +51,7 @@ async def test_recorded_traffic_can_be_simulated(tmp_path: Path) -> None:
     assert result.hit_tokens[2].sum() == len(second) * 32
 
 
+@pytest.mark.slow
 async def test_what_processes_record_can_be_read_together(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     recorder = {"directory": str(traces), "flush_s": 0.02}

@@ -64,6 +64,7 @@ def cluster() -> Iterator[list[Valkey]]:
         yield nodes
 
 
+@pytest.mark.slow
 async def test_a_primary_that_dies_is_replaced_and_no_request_fails() -> None:
     statuses: Counter[int] = Counter()
     with SentinelService() as service:
@@ -92,6 +93,7 @@ async def test_a_primary_that_dies_is_replaced_and_no_request_fails() -> None:
     assert statuses.keys() == {200}
 
 
+@pytest.mark.slow
 async def test_a_service_that_the_sentinels_do_not_know_is_out_of_reach_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -142,6 +144,7 @@ async def test_replicas_hear_each_other_whatever_node_of_a_cluster_they_ask_firs
     await other.close()
 
 
+@pytest.mark.slow
 async def test_a_node_of_a_cluster_that_dies_is_replaced_and_the_index_filled_again() -> None:
     with valkey_cluster() as nodes:
         async with two_indexes(cluster_url(nodes), timeout_s=0.05) as (one, other):

@@ -77,6 +77,7 @@ async def test_what_one_dispatches_the_other_sees_at_once(valkey: Valkey, client
         assert set((await predicted(other, PROMPT)).values()) == {0}
 
 
+@pytest.mark.slow
 async def test_a_burst_through_two_replicas_spreads_as_through_one(valkey: Valkey, client: httpx.AsyncClient) -> None:
     async def spread(gateways: list[Gateway], burst: str) -> list[float]:
         prompts = [f"{burst} {number}: {PROMPT}" for number in range(100)]
@@ -189,6 +190,7 @@ async def test_a_flushed_server_changes_nothing_for_long(valkey: Valkey, client:
         assert all(metric(gateway, "kvway_replicas") == 2 for gateway in gateways)
 
 
+@pytest.mark.slow
 async def test_a_frozen_server_is_one_that_is_away(valkey: Valkey, client: httpx.AsyncClient) -> None:
     async with sim_workers(2) as workers, replicas(workers, valkey) as gateways:
         valkey.freeze()
