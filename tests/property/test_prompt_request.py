@@ -57,7 +57,7 @@ def parse(path: str, body: bytes) -> None:
 
 
 def values(request: ChatRequest) -> str:
-    """Return what a request holds, as text because NaN is not equal to itself; without its body and what that recalls."""
+    """Return all that a request says, as text, because NaN is not equal to itself."""
     fields = [getattr(request, field) for field in request.__struct_fields__ if field not in ("body", "conversation")]
     return repr([bytes(field) if isinstance(field, msgspec.Raw) else field for field in fields])
 
