@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import zmq.asyncio
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,6 +206,7 @@ async def play(block_sizes: Sequence[int], steps: Sequence[tuple[int, tuple[Any,
     await fleet.index.close()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 4, 8, 12]), min_size=N_WORKERS, max_size=N_WORKERS), STEPS)
 def test_residency_is_the_caches_while_nothing_is_lost_and_never_more(block_sizes, steps):
