@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-import zmq.asyncio
 import pytest
+import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
