@@ -34,6 +34,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 RESPONSES = "/v1/responses"
+HELLO = [{"role": "user", "content": "Hello!"}]
 
 TEMPLATE_NAMES = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
 

@@ -17,10 +17,9 @@ from gateway.prompt.pipeline import PromptPipeline
 from policies.base import Tier
 from policies.chunks import ChunkHasher
 from tests.integration.engine import Engine
-from tests.prompt_rig import CHAT, COMPLETIONS, MESSAGES, RESPONSES, TINY, ids_of, prompt_of, reference, save
+from tests.prompt_rig import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, TINY, ids_of, prompt_of, reference, save
 
 IDS = list(range(1, 601))
-HELLO = [{"role": "user", "content": "Hello!"}]
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}]}
 BODIES = {
     CHAT: {"messages": HELLO},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import suppress
 
@@ -14,6 +13,7 @@ from gateway.prompt.parsing import parse_request
 from gateway.prompt.pipeline import PromptPipeline
 from tests.prompt_rig import (
     DATA,
+    HELLO,
     MESSAGES,
     RESPONSES,
     SPECIAL_TOKENS,
@@ -34,14 +34,6 @@ RENDERS = load_json(DATA / "apis" / "renders.json")
 PATHS = {"messages": MESSAGES, "responses": RESPONSES}
 # What vLLM renders, and only vLLM: tools that change within the conversation.
 LEFT_TO_THE_ENGINE = {"tool addition"}
-HELLO = [{"role": "user", "content": "Hello!"}]
-
-
-@pytest.fixture(scope="module")
-def pipeline():
-    made = PromptPipeline(config())
-    yield made
-    asyncio.run(made.close())
 
 
 @pytest.mark.parametrize("api", PATHS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import gzip
 import json
@@ -22,6 +21,7 @@ from tests.prompt_rig import (
     CHAT,
     COMPLETIONS,
     DATA,
+    HELLO,
     SPECIAL_TOKENS,
     TEMPLATE_NAMES,
     TEMPLATES,
@@ -38,14 +38,6 @@ from tests.prompt_rig import (
 
 RENDERS = load_json(TEMPLATES / "renders.json")
 RECORDED = load_json(DATA / "vllm-0.32" / "requests_and_events.json")
-HELLO = [{"role": "user", "content": "Hello!"}]
-
-
-@pytest.fixture(scope="module")
-def pipeline():
-    made = PromptPipeline(config())
-    yield made
-    asyncio.run(made.close())
 
 
 def recorded(path: str) -> list[dict]:

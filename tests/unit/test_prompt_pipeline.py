@@ -19,6 +19,7 @@ from policies.chunks import ChunkHasher
 from tests.prompt_rig import (
     CHAT,
     COMPLETIONS,
+    HELLO,
     TINY,
     candidates,
     config,
@@ -30,15 +31,7 @@ from tests.prompt_rig import (
     train,
 )
 
-HELLO = [{"role": "user", "content": "Hello!"}]
 PICTURE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
-
-
-@pytest.fixture(scope="module")
-def pipeline():
-    made = PromptPipeline(config())
-    yield made
-    asyncio.run(made.close())
 
 
 async def test_what_is_known_and_short_is_answered_without_suspending(pipeline):

@@ -10,9 +10,7 @@ import pytest
 from gateway.errors import BadRequest
 from gateway.prompt.parsing import KnownMessages, parse_request
 from gateway.prompt.request import MAX_OUTPUT_TOKENS, ChatRequest, CompletionRequest
-from tests.prompt_rig import CHAT, COMPLETIONS
-
-HELLO = [{"role": "user", "content": "Hello!"}]
+from tests.prompt_rig import CHAT, COMPLETIONS, HELLO
 
 
 def parse(path: str, **fields: Any) -> Any:
