@@ -1,16 +1,17 @@
 """KV cache events of every engine and version, decoded into three types: ``Stored``, ``Removed`` and ``Cleared``.
 
 vLLM and SGLang publish ``[topic, sequence number, payload]`` over ZMQ. The payload is a msgpack batch ``[time, events,
-rank]``; batches and events have been arrays and maps, fields come and go, and a pool publishes the same events under
-other names. So everything is decoded untyped, brought to one map per event, and only then read. What cannot be read is
-counted and left out; it never takes its neighbours with it.
+rank]``. What they publish today is decoded at once into structs with their fields. But batches and events have been
+arrays and maps, fields come and go, and a pool publishes the same events under other names: a batch that does not fit
+is decoded untyped, and each of its events is brought into the same structs. What cannot be read is counted and left
+out; it never takes its neighbours with it.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,28 +23,6 @@ from policies.chunks import TOKEN_BYTES
 Hash = int | bytes | str
 """An engine's own name for a block: opaque here, and never compared across workers."""
 
-_STORED_FIELDS: Final = (
-    "type",
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-    "kv_cache_spec_sliding_window",
-    "locality",
-    "ownership",
-    "session_id",
-)
-_REMOVED_FIELDS: Final = ("type", "block_hashes", "medium", "group_idx", "locality", "ownership")
-# Field order of the events that older engines publish as arrays.
-_FIELDS: Final[Mapping[object, Sequence[str]]] = MappingProxyType(
-    {"BlockStored": _STORED_FIELDS, "BlockRemoved": _REMOVED_FIELDS, "AllBlocksCleared": ("type",)}
-)
 _MEDIA: Final[Mapping[str | None, Tier]] = MappingProxyType(
     {
         None: Tier.HBM,
@@ -127,6 +106,66 @@ class Batch(msgspec.Struct, gc=False):
     skipped: int = 0
 
 
+class _StoredFields(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
+    """``BlockStored`` as it is published: first the fields of older engines' arrays, in their order."""
+
+    block_hashes: list[Any]  # ``Hash``, which is one type too many for a union of msgspec's
+    parent_block_hash: Any = None
+    token_ids: list[int | list[int]] | None = None
+    block_size: int | None = None
+    lora_id: int | str | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: Any = None
+    locality: str | None = None
+    ownership: Any = None
+    session_id: Any = None
+    cache_salt: str | None = None
+    additional_salt: str | None = None  # Mooncake's, as are those below
+    parent_hash: Any = None
+    base_block_idx: int | None = None
+
+
+class _RemovedFields(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
+    """``BlockRemoved`` as it is published."""
+
+    block_hashes: list[Any]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class _ClearedFields(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
+    """``AllBlocksCleared`` as it is published."""
+
+
+_Fields = _StoredFields | _RemovedFields | _ClearedFields
+
+
+class _UsualBatch(msgspec.Struct, array_like=True, gc=False):
+    """A batch as it is published."""
+
+    time: float
+    events: list[_Fields]
+
+
+_decode_usual: Final = msgspec.msgpack.Decoder(_UsualBatch).decode
+# By the names of vLLM and SGLang, and by those that Mooncake gives the same events.
+_FIELDS: Final[Mapping[object, type[_Fields]]] = MappingProxyType(
+    {
+        "BlockStored": _StoredFields,
+        "BlockRemoved": _RemovedFields,
+        "AllBlocksCleared": _ClearedFields,
+        "stored": _StoredFields,
+        "removed": _RemovedFields,
+        "cleared": _ClearedFields,
+    }
+)
+
+
 class BadFrames(ValueError):
     """A message, or a whole batch, that does not follow the protocol."""
 
@@ -163,6 +202,27 @@ def decode_batch(payload: bytes) -> Batch:
     Raises:
         BadFrames: it is not a batch at all. A bad event inside a batch is counted instead.
     """
+    events: list[Any]
+    try:
+        usual = _decode_usual(payload)
+        batch, events = Batch(_seconds(usual.time), []), usual.events
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        batch, events = _decode_unusual(payload)
+    known = batch.events
+    for raw in events:
+        try:
+            event = _event(raw)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+            batch.bad += 1
+            continue
+        if event is None:
+            batch.skipped += 1
+        else:
+            known.append(event)
+    return batch
+
+
+def _decode_unusual(payload: bytes) -> tuple[Batch, list[Any]]:
     try:
         raw = msgspec.msgpack.decode(payload)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
@@ -175,18 +235,7 @@ def decode_batch(payload: bytes) -> Batch:
         raise BadFrames("a batch is a map or an array of at least two")
     if not isinstance(events, list):
         raise BadFrames("a batch has a list of events")
-    batch = Batch(_seconds(time_s), [])
-    for event in events:
-        try:
-            known = _event(event)
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
-            batch.bad += 1
-            continue
-        if known is None:
-            batch.skipped += 1
-        else:
-            batch.events.append(known)
-    return batch
+    return Batch(_seconds(time_s), []), events
 
 
 def _seconds(value: object) -> float:
@@ -196,45 +245,52 @@ def _seconds(value: object) -> float:
 
 
 def _event(raw: Any) -> Event | None:
+    kind = type(raw)
+    if kind is _StoredFields:
+        return _stored(raw)
+    if kind is _RemovedFields:
+        return _removed(raw)
+    if kind is _ClearedFields:
+        return Cleared()
+    fields = _fields(raw)
+    return None if fields is None else _event(fields)
+
+
+def _fields(raw: Any) -> _Fields | None:
+    """Bring an event of another shape, or under other names, into the usual struct; None if its type is unknown."""
     if isinstance(raw, dict):
-        tag = raw.get("type") or raw["event_type"]
+        kind = _FIELDS.get(raw.get("type") or raw["event_type"])
+        values = raw if "block_hashes" in raw else raw | {"block_hashes": raw.get("seq_hashes")}
     elif isinstance(raw, list):
-        tag = raw[0]
-        raw = dict(zip(_FIELDS.get(tag, ()), raw, strict=False))
+        kind = _FIELDS.get(raw[0])
+        values = {} if kind is None else dict(zip(kind.__struct_fields__, raw[1:], strict=False))
     else:
         raise TypeError("an event is a map or an array")
-    read = _READERS.get(tag)
-    return None if read is None else read(raw)
+    return None if kind is None else msgspec.convert(values | {"type": kind.__struct_config__.tag}, kind)
 
 
-def _removed(raw: dict[str, Any]) -> Removed:
-    everywhere = raw.get("medium") is None and raw.get("locality") != "REMOTE"
-    return Removed(_hashes(raw), None if everywhere else _tier(raw), _number(raw.get("group_idx")))
+def _removed(raw: _RemovedFields) -> Removed:
+    everywhere = raw.medium is None and raw.locality != "REMOTE"
+    return Removed([_hash(value) for value in raw.block_hashes], None if everywhere else _tier(raw), raw.group_idx)
 
 
-def _cleared(_: dict[str, Any]) -> Cleared:
-    return Cleared()
-
-
-def _stored(raw: dict[str, Any]) -> Stored | None:
-    if raw.get("kv_cache_spec_kind") not in _PREFIX_KINDS:
+def _stored(raw: _StoredFields) -> Stored | None:
+    if raw.kv_cache_spec_kind not in _PREFIX_KINDS:
         return None
-    hashes = _hashes(raw)
-    parent = raw.get("parent_block_hash", raw.get("parent_hash"))
+    parent = raw.parent_hash if raw.parent_block_hash is None else raw.parent_block_hash
     if parent is not None:
         parent = _hash(parent)
-    elif raw.get("base_block_idx"):
+    elif raw.base_block_idx:
         return None  # blocks from the middle of a prompt that do not say of which
-    tokens = _pack(raw.get("token_ids"))
-    block_size = _number(raw.get("block_size")) or 0
+    hashes = [_hash(value) for value in raw.block_hashes]
+    tokens = _pack(raw.token_ids)
+    block_size = raw.block_size or 0
     if tokens and len(tokens) != len(hashes) * block_size * TOKEN_BYTES:
         raise ValueError("token ids do not fill the blocks")
-    stored = Stored(hashes, parent, tokens, block_size, _tier(raw), group=_number(raw.get("group_idx")))
-    stored.lora = _text(raw.get("lora_name"))
-    if stored.lora is None and (number := raw.get("lora_id")):
-        stored.lora = f"#{number}"
-    stored.salt = _text(raw.get("cache_salt") or raw.get("additional_salt"))
-    keys = raw.get("extra_keys")
+    lora = raw.lora_name or (f"#{raw.lora_id}" if raw.lora_id else None)
+    stored = Stored(hashes, parent, tokens, block_size, _tier(raw), lora, group=raw.group_idx)
+    stored.salt = raw.cache_salt or raw.additional_salt or None
+    keys = raw.extra_keys
     if keys and any(keys):
         _read_extra_keys(stored, keys)
     return stored
@@ -268,13 +324,6 @@ def _read_extra_keys(stored: Stored, keys: list[Any]) -> None:
         stored.extras = extras
 
 
-def _hashes(raw: dict[str, Any]) -> list[Hash]:
-    hashes = raw["block_hashes"] if "block_hashes" in raw else raw["seq_hashes"]
-    if not isinstance(hashes, list):
-        raise TypeError("block hashes are a list")
-    return [_hash(value) for value in hashes]
-
-
 def _hash(value: Any) -> Hash:
     """Check a hash's type. SGLang's integers are signed: made unsigned, the same hash has one form everywhere."""
     if type(value) is int:
@@ -284,7 +333,7 @@ def _hash(value: Any) -> Hash:
     raise TypeError("block hashes are integers, bytes or text")
 
 
-def _pack(tokens: Any) -> bytes:
+def _pack(tokens: list[Any] | None) -> bytes:
     if not tokens:
         return b""
     if isinstance(tokens[0], list):
@@ -292,35 +341,15 @@ def _pack(tokens: Any) -> bytes:
     return array("I", tokens).tobytes()
 
 
-def _tier(raw: dict[str, Any]) -> Tier:
+def _tier(raw: _StoredFields | _RemovedFields) -> Tier:
     """Return where blocks lie; without a medium that is HBM, and a medium unknown here counts as the slowest tier."""
-    if raw.get("locality") == "REMOTE":
+    if raw.locality == "REMOTE":
         return Tier.REMOTE
-    medium: Any = raw.get("medium")
-    tier = _MEDIA.get(medium)
-    return _MEDIA.get(medium.upper(), Tier.REMOTE) if tier is None else tier
-
-
-def _number(value: Any) -> int | None:
-    if value is None or type(value) is int:
-        return value
-    raise TypeError("not an integer")
+    tier = _MEDIA.get(raw.medium)
+    return _MEDIA.get(str(raw.medium).upper(), Tier.REMOTE) if tier is None else tier
 
 
 def _text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     raise TypeError("not text")
-
-
-# By the names of vLLM and SGLang, and by those that Mooncake gives the same events.
-_READERS: Final[Mapping[object, Callable[[dict[str, Any]], Event | None]]] = MappingProxyType(
-    {
-        "BlockStored": _stored,
-        "BlockRemoved": _removed,
-        "AllBlocksCleared": _cleared,
-        "stored": _stored,
-        "removed": _removed,
-        "cleared": _cleared,
-    }
-)

@@ -195,6 +195,20 @@ def test_groups_that_hold_reusable_prefixes_count(kind):
     assert only(stored([1], [1, 2], kv_cache_spec_kind=kind))
 
 
+def test_an_event_says_the_same_whether_its_batch_is_of_the_usual_shape_or_not():
+    events = [
+        stored([2**64 - 1, -7], [1, 2, 3, 4], parent=-5, lora_id=3, extra_keys=[[["image", 1]], None]),
+        stored([b"a" * 32], [1, 2], cache_salt="tenant", locality="REMOTE", ownership="kvcr", session_id="s"),
+        stored([1], [1, 2], lora_name="adapter", kv_cache_spec_kind="mla_attention", group_idx=2),
+        stored([1], [1, 2]) | {"parent_block_hash": None, "parent_hash": 4, "additional_salt": "tenant"},
+        removed([1, 2], medium="CPU"),
+        CLEARED,
+    ]
+    usual, unusual = decode_batch(batch(*events)), decode_batch(batch(*events, {"type": "BlockMoved"}))
+    assert usual.events == unusual.events
+    assert (usual.skipped, unusual.skipped) == (0, 1)
+
+
 def test_unknown_types_are_skipped_and_unknown_fields_ignored():
     decoded = decode_batch(
         batch({"type": "BlockMoved", "block_hashes": [1]}, ["BlockMoved", 1], stored([1], [1], new=[{}]))
