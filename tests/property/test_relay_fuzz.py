@@ -20,8 +20,8 @@ from gateway.relay.upstream import Upstream
 from tests.peers import LAST_CHUNK, FakeWorker, Wire, answer, chunk, eventually, request, response
 from tests.relay_rig import MODEL, Rig, relay
 
-AT_ONCE = 40
-QUIET_S = 0.05
+AT_ONCE = 120
+QUIET_S = 0.5
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 CHAT: dict[str, Any] = {
@@ -217,7 +217,7 @@ async def survive(seed: int, count: int, caplog: pytest.LogCaptureFixture) -> No
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_damaged_requests_do_no_harm(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(survive(seed, 500, caplog))
