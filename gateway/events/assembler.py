@@ -19,7 +19,8 @@ What counts as held:
 * Of a hybrid model's cache groups, the first that is seen to hold reusable prefixes stands for all.
 
 A block's hash settles its content for the life of the engine, so its first description stays: copies made by
-offloading are announced without the salt, the adapter or the images of the original.
+offloading are announced without the salt, the adapter or the images of the original. Where first descriptions may have
+been missed, such a copy of a tenant's block cannot be told from a block without salt; then it describes nothing.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Assembler:
 
     Attributes:
         counts_copies: whether to count what is announced in HBM more than once; not while reports are asked for.
+        heard_all: whether no event of the engine was missed, and no block forgotten that it may still hold.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class Assembler:
     ) -> None:
         self.model = model
         self.counts_copies = True
+        self.heard_all = True
         self._hasher = hasher
         self._holders = holders_with_pool if shared_remote else holders
         self._max_blocks = max_blocks
         self._max_orphans = max_orphans
         self._group: int | None = None
+        self._block_size = 0  # of what was last announced in HBM
         self._cleared = False
         # What tiers that have never removed anything have announced since the last `age`, and before.
         self._young: dict[Tier, dict[Hash, None]] = {tier: {} for tier in Tier if tier is not Tier.HBM}
@@ -111,13 +115,18 @@ class Assembler:
         """Whether the engine has ever said that its remote tier dropped something."""
         return Tier.REMOTE not in self._young
 
-    def apply(self, events: Iterable[Event]) -> None:
-        """Follow the engine's cache through ``events``."""
+    def apply(self, events: Iterable[Event], keyed: bool = False) -> None:
+        """Follow the engine's cache through ``events``.
+
+        Args:
+            events: in the order in which they were published.
+            keyed: whatever sets their blocks apart is told with every copy.
+        """
         for event in events:
             if type(event) is Removed:
                 self._remove(event)
             elif type(event) is Stored:
-                self._store(event)
+                self._store(event, keyed)
             else:
                 self._reset()
                 self._cleared = True
@@ -148,12 +157,13 @@ class Assembler:
         self._cleared = False
         return changes
 
-    def _store(self, event: Stored) -> None:
+    def _store(self, event: Stored, keyed: bool) -> None:
         if not self._stands(event.group):
             return
         tokens, extras = event.tokens, event.extras
         if tokens and self._group is None:
             self._group = event.group
+        describes = bool(tokens) and (keyed or self._describes(event))
         blocks, tier, parent = self._blocks, event.tier, event.parent
         if tier in self._young:
             self._young[tier].update(dict.fromkeys(event.hashes))
@@ -166,7 +176,7 @@ class Assembler:
             block = blocks.get(key)
             if block is not None:
                 self._hold(key, block, tier)
-            elif tokens:
+            elif describes:
                 block = Block(parent, tokens[number * size : (number + 1) * size], extras[number] if extras else ())
                 blocks[key] = block
                 self._place(key, block, before, 1 << tier)
@@ -191,6 +201,19 @@ class Assembler:
             self._change(block, block.tiers & ~gone)
             if not block.tiers and block.next is None:
                 self._forget(key, block)
+
+    def _describes(self, event: Stored) -> bool:
+        """Whether an event can make unknown blocks known: whether it is sure to tell what sets them apart.
+
+        A copy below HBM may lack that, unless it was never told otherwise or some of it is there. A copy is as long as
+        its original: blocks of another length are of a store that has its own.
+        """
+        if event.tier is Tier.HBM:
+            self._block_size = event.block_size
+            return True
+        if self.heard_all or event.salt is not None or event.extras is not None:
+            return True
+        return self._block_size not in (0, event.block_size)
 
     def _stands(self, group: int | None) -> bool:
         """Whether a cache group is the one that stands for all; None where the engine does not say."""
@@ -348,6 +371,7 @@ class Assembler:
         self._change(block, block.tiers & ~tiers)
         if not block.tiers and block.next is None:
             self._forget(key, block)
+            self.heard_all = False  # copies of it may yet be announced
 
 
 def _runs(pending: dict[Tier, dict[bytes, bytes]]) -> list[ChunkRun]:

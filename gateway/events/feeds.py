@@ -257,14 +257,19 @@ class _Feed:
         events, skipped = directory.events()
         self.stats.events += len(events)
         self.stats.skipped_events += skipped
-        assembler.apply(events)
+        assembler.apply(events, keyed=True)
         await self._write(assembler.take())
         return True
+
+    async def joined_late(self) -> None:
+        """The engine's first batches are not to be had."""
+        self._current().heard_all = False
 
     async def lost(self) -> None:
         """Batches are missing for good: what was known is void."""
         log.warning("KV events were lost; the worker's residency is built anew", extra={"worker": self._worker.name})
         self._assembler = self._new_assembler(self._current().model)
+        self._assembler.heard_all = False
         await self._index.clear(self.slot)
         if self._pool is not None:
             await self._pool.lost()
@@ -369,6 +374,7 @@ class _Feed:
             batch = decode_batch(payload)
         except BadFrames as error:
             stats.bad_events += 1
+            self._current().heard_all = False
             log.debug("bad batch: %s", error, extra={"worker": self._worker.name})
             return []
         if self._pool is not None and self._pooled:
@@ -378,7 +384,9 @@ class _Feed:
         stats.batches += 1
         stats.events += len(batch.events)
         stats.blocks += sum(len(event.hashes) for event in batch.events if isinstance(event, Stored | Removed))
-        stats.bad_events += batch.bad
+        if batch.bad:
+            stats.bad_events += batch.bad
+            self._current().heard_all = False
         stats.skipped_events += batch.skipped
         if batch.time_s:
             stats.lag_s = max(0.0, time.time() - batch.time_s)

@@ -80,6 +80,10 @@ class Sink(Protocol):
         """Take in batches that follow on those before."""
         ...
 
+    async def joined_late(self) -> None:
+        """The engine's first batches are not to be had; those that follow are the first known."""
+        ...
+
     async def lost(self) -> None:
         """Batches are missing for good: what was known is void. What the engine's buffer still has will follow."""
         ...
@@ -258,6 +262,8 @@ class Subscriber:
         raise TimeoutError("no answer")
 
     async def _append(self, number: int, payload: bytes) -> None:
+        if self._next is None and number > 0:
+            await self._sink.joined_late()
         self._next = number + 1
         self._last = payload
         self._batches.append(payload)

@@ -137,6 +137,32 @@ async def test_ten_holders_of_a_shared_prefix_are_all_known(fleet):
     assert len({worker.slot for worker in workers}) == 10
 
 
+COPY_WITHOUT_SALT = stored([1, 2, 3, 4], PROMPT, medium="CPU")
+
+
+async def test_a_tenants_copies_do_not_count_for_others_where_its_blocks_were_announced_unheard(fleet):
+    publisher = fleet.publisher(buffer=2)
+    await publisher.publish(stored([1, 2, 3, 4], PROMPT, extra_keys=[["tenant"], None, None, None]))
+    await publisher.publish(COPY_WITHOUT_SALT)
+    await publisher.publish(stored([9], tokens(4, start=900)))
+    worker = fleet.join(publisher)
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+    assert await fleet.held(worker) == 0
+    assert await directory(fleet, 1, "store", PROMPT) == {"batches": 1, "ignored": 0}
+    assert await fleet.held(worker) == 8  # such a server tells the salt, or that there is none
+
+
+@pytest.mark.parametrize("bad", [{"type": "BlockStored"}, None], ids=["an event", "a batch"])
+async def test_nor_where_they_could_not_be_read(fleet, bad):
+    publisher = fleet.publisher()
+    await publisher.publish(*[bad] if bad else [], payload=None if bad else b"\xc1")
+    await publisher.publish(COPY_WITHOUT_SALT)
+    await publisher.publish(stored([9], tokens(4, start=900)))
+    worker = fleet.join(publisher)
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+    assert await fleet.held(worker) == 0
+
+
 async def test_lost_removals_are_not_believed_to_be_still_there(fleet):
     publisher = fleet.publisher(buffer=1)
     worker = fleet.join(publisher)

@@ -25,6 +25,7 @@ class Witness:
     def __init__(self) -> None:
         self.stats = FeedStats()
         self.log: list[bytes | str] = []
+        self.late = False
         self.open = asyncio.Event()
         self.open.set()
 
@@ -47,6 +48,10 @@ class Witness:
 
     async def caught_up(self) -> None:
         pass
+
+    async def joined_late(self) -> None:
+        assert not self.known
+        self.late = True
 
     async def restarted(self) -> None:
         self.log.append(RESTARTED)
@@ -101,7 +106,7 @@ async def test_who_comes_late_gets_all_that_the_buffer_has(start, with_topic):
     async with listening(config_of(publisher)) as witness:
         await until(lambda: witness.log == [b"0", b"1", b"2"])
         assert publisher.replays_asked[0] == 0
-    assert witness.stats.replayed == 3
+    assert (witness.stats.replayed, witness.late) == (3, False)
 
 
 async def test_a_buffer_that_no_longer_begins_at_the_beginning_is_taken_as_it_is(start):
@@ -109,7 +114,7 @@ async def test_a_buffer_that_no_longer_begins_at_the_beginning_is_taken_as_it_is
     await publish(publisher, b"0", b"1", b"2")
     async with listening(config_of(publisher)) as witness:
         await until(lambda: witness.log == [b"1", b"2"])
-    assert witness.stats.lost == 0
+    assert (witness.stats.lost, witness.late) == (0, True)
 
 
 async def test_messages_arrive_as_they_are_published(start):

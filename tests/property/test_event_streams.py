@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
-import pytest
 import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,8 +118,12 @@ class Follower(Subscriber):
         for run in changes.removed:
             await self.index.remove(self.slot, run.chunks, run.tier, run.root)
 
+    async def joined_late(self) -> None:
+        self.assembler.heard_all = False
+
     async def lost(self) -> None:
         await self.begin()
+        self.assembler.heard_all = False
         await self.index.clear(self.slot)
 
     async def restarted(self) -> None:
@@ -206,7 +209,6 @@ async def play(block_sizes: Sequence[int], steps: Sequence[tuple[int, tuple[Any,
     await fleet.index.close()
 
 
-@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 4, 8, 12]), min_size=N_WORKERS, max_size=N_WORKERS), STEPS)
 def test_residency_is_the_caches_while_nothing_is_lost_and_never_more(block_sizes, steps):

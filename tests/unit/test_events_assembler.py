@@ -228,6 +228,62 @@ def test_a_host_copy_announced_without_the_salt_is_still_salted(worker):
     assert (worker.run(PROMPT[:4], salt="tenant"), worker.run(PROMPT[:4])) == (1, 0)
 
 
+COPY = stored([1, 2], PROMPT[:4], medium="CPU")
+
+
+def test_an_unknown_block_in_a_lower_tier_has_no_salt_if_it_is_not_told(worker):
+    worker.see(COPY)
+    assert worker.tiers(PROMPT[:4]) == [{Tier.HOST}]
+
+
+def test_after_a_loss_it_may_be_a_tenants_whose_salt_was_told_unheard(worker):
+    worker.assembler.heard_all = False
+    worker.see(COPY, stored([3, 4], PROMPT[4:], parent=2, medium="CPU"))
+    assert (worker.run(PROMPT), len(worker.assembler)) == (0, 0)
+    worker.see(stored([3, 4], PROMPT[4:], parent=2))  # computed after a prefix that was loaded from there
+    assert (worker.run(PROMPT), worker.run(PROMPT, salt="tenant")) == (0, 0)
+    worker.see(stored([1, 2], PROMPT[:4], extra_keys=[["tenant"], None]))
+    assert (worker.run(PROMPT), worker.run(PROMPT, salt="tenant")) == (0, 2)
+
+
+def test_after_a_loss_an_adapters_name_does_not_tell_that_there_is_no_salt(worker):
+    worker.assembler.heard_all = False
+    worker.see(stored([1, 2], PROMPT[:4], medium="CPU", lora_name="adapter"))
+    assert worker.run(PROMPT[:4], lora="adapter") == 0
+
+
+def test_after_a_loss_a_copy_after_a_known_block_may_lack_an_image(worker):
+    worker.assembler.heard_all = False
+    worker.see(stored([1, 2], PROMPT[:4]), stored([3, 4], PROMPT[4:], parent=2, medium="CPU"))
+    assert worker.run(PROMPT) == 1
+    worker.see(stored([3, 4], PROMPT[4:], parent=2, medium="CPU", extra_keys=[[["image", 0]], None]))
+    first, _ = chunks_of(worker.hasher, PROMPT)
+    assert worker.index.tiers(worker.hasher.next(first, packed(PROMPT[4:]), b"image")) == {Tier.HOST}
+
+
+def test_after_a_loss_copies_of_what_is_known_and_copies_with_their_salt_count(worker):
+    worker.assembler.heard_all = False
+    worker.see(stored([1, 2], PROMPT[:4]), COPY, removed([1, 2]))
+    worker.see(stored([11, 12], PROMPT[:4], medium="CPU", extra_keys=[["tenant"], None]))
+    assert worker.tiers(PROMPT[:4]) == [{Tier.HOST}]
+    assert worker.run(PROMPT[:4], salt="tenant") == 1
+
+
+def test_after_a_loss_a_store_with_blocks_of_its_own_counts(worker):
+    worker.assembler.heard_all = False
+    worker.see(stored([1, 2], PROMPT[:4]), stored(["own"], tokens(4, start=900), medium="CPU"))
+    assert worker.tiers(tokens(4, start=900)) == [{Tier.HOST}]
+
+
+def test_what_was_given_up_for_want_of_room_is_as_good_as_unheard():
+    worker = Worker(max_blocks=64)
+    worker.see(stored([1, 2], PROMPT[:4], extra_keys=[["tenant"], None]))
+    worker.see(stored(range(100, 164), tokens(128, start=500)))
+    assert worker.run(PROMPT[:4], salt="tenant") == 0
+    worker.see(COPY)
+    assert worker.run(PROMPT[:4]) == 0
+
+
 def test_multimodal_items_separate_chunks_from_the_first_they_reach_into(worker):
     worker.see(stored([1, 2, 3, 4], PROMPT, extra_keys=[None, None, [["image", 1]], [["image", -1]]]))
     assert worker.run(PROMPT) == 1
