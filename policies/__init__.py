@@ -5,10 +5,12 @@ registers every policy.
 """
 
 from policies import (
+    burst_colocation,
     cache_threshold,
     conductor,
     dualmap,
     expected_cost,
+    lbgr,
     least_requests,
     least_tokens,
     least_work,
@@ -25,10 +27,12 @@ from policies import (
 )
 
 __all__ = [
+    "burst_colocation",
     "cache_threshold",
     "conductor",
     "dualmap",
     "expected_cost",
+    "lbgr",
     "least_requests",
     "least_tokens",
     "least_work",

@@ -17,10 +17,12 @@ from tests.fleets import make_fleet, make_request, make_residency
 from tests.processes import ROOT
 
 NAMES = {
+    "burst-colocation",
     "cache-threshold",
     "conductor",
     "dualmap",
     "expected-cost",
+    "lbgr",
     "least-requests",
     "least-tokens",
     "least-work",
@@ -50,7 +52,7 @@ def test_a_name_like_no_other_is_answered_with_the_list_alone():
     with pytest.raises(PolicyError) as error:
         create_policy("zzz")
     assert "Did you mean" not in str(error.value)
-    assert "Known policies: cache-threshold, conductor" in str(error.value)
+    assert "Known policies: burst-colocation, cache-threshold" in str(error.value)
 
 
 def test_an_unknown_parameter_is_answered_with_the_nearest_one():
@@ -82,7 +84,9 @@ def test_a_policy_without_parameters_says_so():
         ("cache-threshold", {"cache_threshold": 1.1}),
         ("conductor", {"pull_ratio": 0.5}),
         ("conductor", {"pull_s_per_token": 0}),
+        ("burst-colocation", {"max_per_worker": 0}),
         ("dualmap", {"slo_s": 0}),
+        ("lbgr", {"hysteresis_s": -1}),
         ("lmetric", {"queued": "both"}),
         ("overlap-cost", {"temperature": -1}),
         ("overlap-cost", {"block_tokens": 0}),

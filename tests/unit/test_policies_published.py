@@ -297,9 +297,61 @@ def test_predicted_latency_explores():
     assert {decision.worker for decision in chosen if decision.reason == "load"} == {0}
 
 
+# lbgr
+
+
+def test_lbgr_spreads_what_comes_at_once_and_forgets_it_in_time():
+    policy, fleet, cached = create_policy("lbgr"), make_fleet(2, running=[1, 1]), make_residency([768, 0])
+    rows = [policy.decide(make_request(1000), fleet, cached, now=0.0).worker for _ in range(8)]
+    assert rows[0] == 0  # where it is cached
+    assert set(rows) == {0, 1}
+    waits = [entry["wait_s"] for entry in policy.decide(make_request(1000), fleet, cached, now=0.0).breakdown(fleet)]
+    later = policy.decide(make_request(1000), fleet, cached, now=0.02).breakdown(fleet)
+    assert later[1]["wait_s"] == pytest.approx(waits[1] * 31 / 32)
+    assert policy.decide(make_request(1000), fleet, cached, now=60.0).worker == 0
+
+
+def test_lbgr_knows_of_no_wait_where_nothing_is_in_flight():
+    policy, fleet = create_policy("lbgr"), make_fleet(2, running=[1, 0])
+    for _ in range(3):
+        decision = policy.decide(make_request(1000), fleet, Residency.none(2), now=0.0)
+    assert [entry["wait_s"] for entry in decision.breakdown(fleet)] == [0, 0]
+
+
+def test_lbgr_stays_for_the_length_of_its_hysteresis():
+    policy, fleet = create_policy("lbgr", {"hysteresis_s": 1e6}), make_fleet(2, running=[1, 1])
+    rows = [policy.decide(make_request(1000), fleet, Residency.none(2), now=0.0).worker for _ in range(5)]
+    assert len(set(rows)) == 1
+
+
+# burst-colocation
+
+
+def test_burst_colocation_keeps_a_burst_together_and_spills_over():
+    policy, fleet = create_policy("burst-colocation", {"max_per_worker": 3, "window_s": 1}), make_fleet(3)
+    rows = []
+    for n in range(9):
+        rows.append(policy.decide(make_request(2000), fleet, Residency.none(3), now=n / 10).worker)
+        fleet.pending_prefill_s[rows[-1]] += 1.0
+    assert [len(set(rows[at : at + 3])) for at in (0, 3, 6)] == [1, 1, 1]
+    assert set(rows) == {0, 1, 2}
+
+
+def test_burst_colocation_ends_a_burst_after_its_window_and_holds_other_prompts_apart():
+    policy, fleet = create_policy("burst-colocation", {"window_s": 0.1}), make_fleet(2)
+    first = policy.decide(make_request(2000), fleet, Residency.none(2), now=0.0).worker
+    fleet.pending_prefill_s[first] = 5.0
+    assert policy.decide(make_request(2000, conversation=1), fleet, Residency.none(2), now=0.0).worker != first
+    assert policy.decide(make_request(2000), fleet, Residency.none(2), now=0.1).worker == first
+    assert policy.decide(make_request(2000), fleet, Residency.none(2), now=0.3).worker != first
+
+
 # all of them
 
-PUBLISHED = "cache-threshold conductor dualmap lmetric overlap-cost predicted-latency sticky weighted".split()
+PUBLISHED = [
+    *("burst-colocation", "cache-threshold", "conductor", "dualmap", "lbgr", "lmetric"),
+    *("overlap-cost", "predicted-latency", "sticky", "weighted"),
+]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
