@@ -179,7 +179,12 @@ class Assembler:
             elif describes:
                 block = Block(parent, tokens[number * size : (number + 1) * size], extras[number] if extras else ())
                 blocks[key] = block
-                self._place(key, block, before, 1 << tier)
+                if before is None or not before.chain:
+                    self._await_parent(key, block, 1 << tier)
+                else:
+                    self._attach(key, block, before, 1 << tier)
+                    if key in self._waiting:
+                        self._attach_orphans(key, block)
             parent, before = key, block
 
     def _remove(self, event: Removed) -> None:
@@ -236,17 +241,15 @@ class Assembler:
             del self._copies[key, tier]
         return copies > 0
 
-    def _place(self, key: Hash, block: Block, before: Block | None, tiers: int) -> None:
-        """Attach a new block and the orphans that have waited for it, or let it wait for its own parent."""
-        if before is None or not before.chain:
-            assert block.parent is not None
-            block.tiers = tiers
-            self._orphans[key] = None
-            self._waiting.setdefault(block.parent, {})[key] = None
-            return
-        self._attach(key, block, before, tiers)
-        if key not in self._waiting:
-            return
+    def _await_parent(self, key: Hash, block: Block, tiers: int) -> None:
+        """Keep a new block whose way to the beginning of its prompt is not known."""
+        assert block.parent is not None
+        block.tiers = tiers
+        self._orphans[key] = None
+        self._waiting.setdefault(block.parent, {})[key] = None
+
+    def _attach_orphans(self, key: Hash, block: Block) -> None:
+        """Attach what has waited for a block, and what has waited for that."""
         attached = [(key, block)]
         while attached:
             key, before = attached.pop()
@@ -280,7 +283,8 @@ class Assembler:
         size = self._hasher.chunk_bytes
         first = -missing * TOKEN_BYTES  # more than 0 if the oldest member began in the chunk before
         for start in range(first, len(tokens) - size + 1, size):
-            extra = b"\0".join(dict.fromkeys(item for member in members for item in member.extra))
+            items = [item for member in members for item in member.extra]
+            extra = b"\0".join(dict.fromkeys(items)) if items else b""
             block.chain = self._hasher.next(block.chain, tokens[start : start + size], extra)
             block.root = block.root or block.chain
             block.chunks += (block.chain,)
@@ -294,24 +298,29 @@ class Assembler:
         if not block.chain:
             block.tiers = tiers
             return
-        changed = [(block, tiers)]
-        while changed:
-            block, tiers = changed.pop()
+        changed: list[Block] = []
+        while True:
             onward = block.onward()
-            self._set(block, tiers, NO_BLOCKS if block.parent is None else self._blocks[block.parent].onward())
+            # If it is held nowhere, it does not matter how it begins.
+            begins = NO_BLOCKS if not tiers or block.parent is None else self._blocks[block.parent].onward()
+            self._set(block, tiers, begins)
             if block.next is not None and block.onward() != onward:
                 keys = block.next if isinstance(block.next, dict) else (block.next,)
-                changed += [(child, child.tiers) for child in map(self._blocks.__getitem__, keys)]
+                changed += map(self._blocks.__getitem__, keys)
+            if not changed:
+                return
+            block = changed.pop()
+            tiers = block.tiers
 
     def _set(self, block: Block, tiers: int, standing: int) -> None:
         """Let ``tiers`` hold a block that begins with ``standing``, and note what changes for the chunks it ends."""
-        before, before_alone = block.standing, ALONE[block.tiers]
+        before, tiers_before = block.standing, block.tiers
         after = JOIN[standing][tiers]
         block.tiers, block.standing = tiers, after
         for chunk in block.chunks:
             if before != after:
                 self._note(chunk, block.root, self._holders(before), self._holders(after))
-            before, after = before_alone, ALONE[tiers]  # chunks after the first rest on this block alone
+            before, after = ALONE[tiers_before], ALONE[tiers]  # chunks after the first rest on this block alone
 
     def _note(self, chunk: bytes, root: bytes, before: int, after: int) -> None:
         """Count the block runs by which each tier holds a chunk; the first and the last make a change."""
