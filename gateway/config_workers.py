@@ -62,11 +62,22 @@ class DisaggregationConfig(Section):
     link_gb_s: float = Field(
         10.0, gt=0, description="GB/s between two workers to start from, corrected by what is observed"
     )
+    near_gb_s: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (25.0, 50.0, 200.0),
+        description="the same for two that share the first level of their `topology`, the first two, and so on; the "
+        "last one holds for more",
+    )
     latency_s: Seconds = Field(0.005, description="what a hand-over takes besides moving KV")
     interference: float = Field(
         0.1,
         ge=0,
         description="how much a second of prefill costs every request that runs beside it, in seconds of TTFT",
+    )
+    itl_weight: float = Field(
+        100.0, ge=0, description="seconds of TTFT that a second of ITL is worth: the ratio of the two targets"
+    )
+    decode_gb_s: float = Field(
+        12_000.0, gt=0, description="GB/s at which a decode worker reads KV in a step, all its GPUs together"
     )
     lease_s: Seconds = Field(
         20.0, description="how long KV that was not fetched can still be; less than the engines' kv_lease_duration"
@@ -78,6 +89,10 @@ class WorkerSettings(Section):
 
     models: tuple[str, ...] = Field((), description="model names; empty: ask the worker's /v1/models")
     domain: str = Field("", description="failure domain, for instance the zone")
+    topology: str = Field(
+        "",
+        description="where it stands for transfers, widest level first: zone-a/rack-3/node-7; default: its domain",
+    )
     role: Literal["mixed", "prefill", "decode"] = Field(
         "mixed", description="what the engine is set up for, where prefill and decode are apart"
     )

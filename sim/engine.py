@@ -155,12 +155,15 @@ class Simulation:
         request, replica = self.trace.requests[number], number % len(self.routers)
         router, workers = self.routers[replica], self._up
         leg: Leg = "whole"
+        worker: int | None = None
         if self._apart is not None:
             prefill, decode = self._apart.pools(workers)
             workers = decode or prefill
-            if self._apart.applies(request, router, prefill, decode, self.now):
-                workers, leg = prefill, "prefill"
-        dispatch = router.route(request, workers, self.now)
+            worker = self._apart.prefill_worker(request, router, prefill, decode, self.now)
+        if worker is None:
+            dispatch = router.route(request, workers, self.now)
+        else:
+            dispatch, leg = router.prefill(request, worker, self.now), "prefill"
         self.records.decided(number, dispatch.expected_hit_tokens)
         live = self._count(number, replica, dispatch, leg)
         if self._holding is None or self._holding.admits(live, request, self.now):
@@ -271,7 +274,8 @@ class Simulation:
         if not decode or self._apart.link.down_until > self.now:
             self._route(job.number)
             return
-        dispatch = self.routers[live.replica].place(request, decode, self.now)
+        router = self.routers[live.replica]
+        dispatch = router.decode(request, self._apart.decode_worker(request, router, decode, self.now), self.now)
         _, held = self.workers[dispatch.worker].lookup(job.chain, job.prompt_tokens)
         arrives_at = self._apart.arrives_at(job.prompt_tokens - held, job.first_at - job.started_at, self.now)
         self._at(arrives_at, self._deliver, self._count(job.number, live.replica, dispatch, "decode"))

@@ -160,6 +160,7 @@ class DisaggregationSettings:
             the gateway decides (``policies.disaggregation``). The others stay with a decode worker as a whole.
         interference: for ``break-even``: how much a second of prefill costs every request that runs beside it, in
             seconds of TTFT.
+        itl_weight: what a second of ITL is worth, in seconds of TTFT.
         least_tokens: prompts of which the best decode worker would have to compute fewer tokens than this stay there,
             whatever the policy.
     """
@@ -169,6 +170,7 @@ class DisaggregationSettings:
     latency_s: float = 2e-3
     policy: Literal["always", "never", "break-even"] = "always"
     interference: float = 0.1
+    itl_weight: float = 100.0
     least_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -180,8 +182,8 @@ class DisaggregationSettings:
             raise ValueError("disaggregation: latency_s and least_tokens must not be negative")
         if self.policy not in ("always", "never", "break-even"):
             raise ValueError(f"disaggregation: policy must be always, never or break-even, not {self.policy!r}")
-        if not 0 <= self.interference < inf:
-            raise ValueError(f"disaggregation: interference must not be negative, but is {self.interference}")
+        if not 0 <= self.interference < inf or not 0 <= self.itl_weight < inf:
+            raise ValueError("disaggregation: interference and itl_weight must be finite and not negative")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

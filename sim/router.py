@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from policies.base import FleetView, Policy, Residency, RoutingRequest, Tier, create_policy, known_policies
-from policies.disaggregation import Prospect, prospect
+from policies.disaggregation import Prospects, Weights, prospects
 from sim.batch import BatchWorker
 from sim.fleet import FleetSettings
 from sim.index import ApproximateCaches, FleetIndex, Sent, Speculations
@@ -108,36 +108,51 @@ class Router:
 
     def route(self, request: SimRequest, workers: Sequence[int], now: float) -> Dispatch:
         """Let the policy choose among ``workers``, and count the request where it goes."""
-        size, prompt = self._block_tokens, request.prompt_tokens
-        chunks = self._chunks(request)
         residency = self.residency(request, workers, now)
-        asked = RoutingRequest(
-            MODEL, prompt, ChunkNames(chunks), size, session=request.session, priority=request.priority
-        )
-        decision = self.policy.decide(asked, self._view(workers), residency, now)
-        worker = workers[decision.worker]
-        hit = min(residency.hit(decision.worker), prompt)
-        new = max(1, prompt - hit)
-        flight = self.ledger.dispatch(worker, prompt, new, self._profile.ttft_s(new, hit), now, self._holds)
-        sent = self.speculations.add(worker, chunks)
-        return Dispatch(worker, flight, sent, decision.expected_hit_tokens, prompt + request.output_tokens)
+        decision = self.policy.decide(self.asked(request), self.view(workers), residency, now)
+        hit = residency.hit(decision.worker)
+        return self._dispatch(request, workers[decision.worker], hit, decision.expected_hit_tokens, now)
 
-    def place(self, request: SimRequest, workers: Sequence[int], now: float) -> Dispatch:
-        """Count a request whose prompt was computed elsewhere on the worker with the least context to decode."""
-        load = self.fleet.decode_tokens, self.fleet.running
-        worker = min(workers, key=lambda row: (load[0][row], load[1][row], row))
+    def prefill(self, request: SimRequest, worker: int, now: float) -> Dispatch:
+        """Count a request on the worker that computes its prompt for another."""
+        hit = self.residency(request, [worker], now).hit(0)
+        return self._dispatch(request, worker, hit, hit, now)
+
+    def decode(self, request: SimRequest, worker: int, now: float) -> Dispatch:
+        """Count a request whose prompt was computed elsewhere on the worker that decodes it."""
         flight = self.ledger.dispatch(worker, request.prompt_tokens, 1, 0.0, now)
         sent = self.speculations.add(worker, self._chunks(request))
         return Dispatch(worker, flight, sent, 0, request.prompt_tokens + request.output_tokens)
+
+    def asked(self, request: SimRequest) -> RoutingRequest:
+        """Return a request as policies see it."""
+        chunks = ChunkNames(self._chunks(request))
+        return RoutingRequest(
+            MODEL,
+            request.prompt_tokens,
+            chunks,
+            self._block_tokens,
+            session=request.session,
+            priority=request.priority,
+        )
 
     def residency(self, request: SimRequest, workers: Sequence[int], now: float) -> Residency:
         """Return what each of ``workers`` is believed to hold of a prompt."""
         self.speculations.advance(now)
         return self.index.residency(self._chunks(request), self._block_tokens, workers, self.speculations)
 
-    def prospect(self, request: SimRequest, workers: Sequence[int], now: float) -> Prospect:
-        """Return what a prompt would meet on the one of ``workers`` where its first token would come soonest."""
-        return prospect(self._view(workers), self.residency(request, workers, now), request.prompt_tokens, now)
+    def prospects(self, request: SimRequest, workers: Sequence[int], now: float, weights: Weights) -> Prospects:
+        """Return what a prompt would meet on each of ``workers``."""
+        residency = self.residency(request, workers, now)
+        return prospects(self.view(workers), residency, request.prompt_tokens, now, weights)
+
+    def view(self, workers: Sequence[int]) -> FleetView:
+        """Return the state of ``workers``."""
+        rows = tuple(workers)
+        if rows == self._everyone:
+            return self.fleet
+        version = self._versions.setdefault(rows, -1 - len(self._versions))
+        return self.fleet.take(np.array(rows), version)
 
     def started(self, dispatch: Dispatch, now: float) -> None:
         """A request that was held goes to its worker."""
@@ -189,9 +204,11 @@ class Router:
     def _chunks(self, request: SimRequest) -> Sequence[int]:
         return request.chunks[: request.prompt_tokens // self._block_tokens]
 
-    def _view(self, workers: Sequence[int]) -> FleetView:
-        rows = tuple(workers)
-        if rows == self._everyone:
-            return self.fleet
-        version = self._versions.setdefault(rows, -1 - len(self._versions))
-        return self.fleet.take(np.array(rows), version)
+    def _dispatch(self, request: SimRequest, worker: int, hit: int, expected: int, now: float) -> Dispatch:
+        """Count a request on the worker that computes its prompt."""
+        prompt = request.prompt_tokens
+        hit = min(hit, prompt)
+        new = max(1, prompt - hit)
+        flight = self.ledger.dispatch(worker, prompt, new, self._profile.ttft_s(new, hit), now, self._holds)
+        sent = self.speculations.add(worker, self._chunks(request))
+        return Dispatch(worker, flight, sent, expected, prompt + request.output_tokens)

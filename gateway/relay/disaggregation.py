@@ -17,21 +17,18 @@ from time import monotonic
 from typing import Protocol
 from uuid import uuid4
 
-import numpy as np
-
 from gateway.errors import NoWorker
 from gateway.fleet.registry import Worker
 from gateway.relay import legs
 from gateway.relay.cached import CachedTokens
 from gateway.relay.handovers import bootstrap_url
 from gateway.relay.head import RequestHead, ResponseHead
+from gateway.relay.pairing import Pairing, find_decoder, find_pairing, judge
 from gateway.relay.prefill import PrefillLeg
 from gateway.relay.retry import Failure, FailureKind
 from gateway.relay.route import Plan, Route, count_leg, count_on, decide, dispatch, find_residency, leave_out
 from gateway.relay.services import Services
 from gateway.relay.upstream import Receiver
-from policies.base import RoutingRequest
-from policies.disaggregation import apart_cost_s, least_loaded, prospect, whole_cost_s
 
 
 class Exchange(Protocol):
@@ -70,6 +67,7 @@ class HandOver:
         self._decode_body = b""
         self._receiver: Receiver | None = None  # of the decode leg under way
         self._decoder: Worker | None = None
+        self._moved_tokens = 0  # of the prompt, to the decode worker
         self._awaits_token = False  # its head was there, and was no error
         self._completed = False
         self._sent_at = 0.0
@@ -85,15 +83,19 @@ class HandOver:
         """
         self._receiver = self._decoder = None
         tried = [worker for worker in tried if worker not in self._blameless]
+        pairing: Pairing | None = None
         if self._whole is None:
-            self._whole = not await self._pays()
+            verdict = await judge(self._services, self._plan, self._sequences)
+            self._whole, pairing = not verdict.apart, verdict.pairing
             self._services.hand_overs.decided("whole" if self._whole else "apart")
         if tried and (resort := await self._last_resort(tried)) is not None:
             return resort
         if not self._whole:
-            leg = self._leg if self._leg is not None and self._is_fresh(self._leg) else await self._prefill()
-            if leg is not None:
-                return await self._decode(leg, tried)
+            leg = self._leg if self._leg is not None and self._is_fresh(self._leg) else None
+            leg = leg or await self._prefill(pairing, tried)
+            if leg is not None and (decoding := await self._decode(leg, tried)) is not None:
+                return decoding
+            self._drop("decode_failed")
             self._whole = True
         route = await dispatch(self._services, self._plan, tried)
         worker = route.worker
@@ -147,43 +149,29 @@ class HandOver:
 
     # Whether and where
 
-    async def _pays(self) -> bool:
-        """Return whether the request should go over two workers."""
-        services, plan, config = self._services, self._plan, self._services.config.disaggregation
-        assert plan.model is not None and plan.request is not None
-        request = plan.request
-        try:
-            connector = services.registry.prefilling(plan.model).workers[0].config.pd
-            if connector == "sglang":
-                return self._sequences > 0
-            if self._sequences != 1 or config.policy != "break-even":
-                return self._sequences == 1 and config.policy == "always"
-            prefills, held_there = await find_residency(services, plan.model, request, prefilling=True)
-        except NoWorker:
-            return False
-        decodes, held_here = await find_residency(services, plan.model, request)
-        now = monotonic()
-        services.ledger.advance(now)
-        there = prospect(prefills.fleet, held_there, request.prompt_tokens, now)
-        here = prospect(decodes.fleet, held_here, request.prompt_tokens, now)
-        source, target = prefills.workers[there.row], decodes.workers[here.row]
-        rate = services.hand_overs.rates.bytes_per_s(source.name, target.name)
-        transfer_s = config.latency_s + _kv_bytes(source, request) / rate
-        return apart_cost_s(there, transfer_s) < whole_cost_s(here, config.interference)
+    async def _prefill(self, pairing: Pairing | None, tried: Collection[Worker]) -> PrefillLeg | None:
+        """Begin a prefill leg, with NIXL see it through; None where no prefill worker takes the request.
 
-    async def _prefill(self) -> PrefillLeg | None:
-        """Begin a prefill leg, with NIXL see it through; None where no prefill worker takes the request."""
-        retries = self._services.config.retries
-        while len(self._tried) < retries.max_attempts:
-            route = await self._prefill_route()
-            if route is None:
+        Args:
+            pairing: of the pools as they are now; None: they are to be looked at.
+            tried: decode workers that have failed.
+        """
+        services, plan = self._services, self._plan
+        while len(self._tried) < services.config.retries.max_attempts:
+            try:
+                pairing = pairing or await find_pairing(services, plan)
+            except NoWorker:
                 return None
-            worker = route.worker
+            chosen, pairing = pairing.choose(self._tried, tried), None
+            if chosen is None:
+                return None
+            worker = chosen.prefill
+            route = count_leg(services, plan, worker, chosen.hit_tokens, monotonic(), decodes=False)
             body = await self._bodies(worker)
             if body is None:
                 route.end(monotonic())
             else:
-                self._leg = leg = PrefillLeg(self._services, self._exchange.head, self._plan, route, body)
+                self._leg = leg = PrefillLeg(services, self._exchange.head, plan, route, body)
                 if worker.config.pd != "nixl":
                     leg.on_failure = self._lost
                     return leg
@@ -194,36 +182,41 @@ class HandOver:
                 if leg.refused or leg.failure is None:
                     return None
             self._tried.append(worker)
-            self._services.hand_overs.ended(worker, "", "prefill_failed")
-            if not self._services.budget.spend(monotonic()):
+            services.hand_overs.ended(worker, "", "prefill_failed")
+            if not services.budget.spend(monotonic()):
                 return None
         return None
 
+    async def _decode(self, leg: PrefillLeg, tried: Collection[Worker]) -> Route | None:
+        """Choose a decode worker for what was or is being prefilled, and count the request there.
+
+        While the prompt was computed others have come and gone, so that the best partner may be another one by now.
+
+        Returns:
+            None where no worker can take it over.
+        """
+        services, plan = self._services, self._plan
+        found = await find_decoder(services, plan, leg.worker, tried)
+        if found is None:
+            return None
+        self._decoder, self._moved_tokens = found
+        route = count_leg(services, plan, self._decoder, leg.hit_tokens, monotonic(), decodes=True)
+        if leg.worker.config.pd == "nixl":
+            assert leg.answer is not None
+            self._decode_body = legs.nixl_decode(self._fields, leg.answer.params)
+        route.body = self._decode_body
+        return route
+
     async def _last_resort(self, tried: Collection[Worker]) -> Route | None:
         """Where every worker that decodes has failed, let a prefill worker answer; SGLang's cannot."""
-        assert self._plan.model is not None
-        if any(worker not in tried for worker in self._services.registry.candidates(self._plan.model).workers):
+        services, plan = self._services, self._plan
+        assert plan.model is not None and plan.request is not None and plan.policy is not None
+        if any(worker not in tried for worker in services.registry.candidates(plan.model).workers):
             return None
         if any(worker.config.pd == "sglang" for worker in tried):
             return None
         self._drop("decode_failed")
         self._tried += [worker for worker in tried if worker.config.role == "prefill"]
-        route = await self._prefill_route(answers=True)
-        if route is not None:
-            route.body = legs.write_fields(self._fields)
-        return route
-
-    async def _prefill_route(self, answers: bool = False) -> Route | None:
-        """Choose a prefill worker, by what the model's policy says, and count the request there.
-
-        Args:
-            answers: it is to decode the request, too.
-
-        Returns:
-            None where no worker is left that has not failed.
-        """
-        services, plan = self._services, self._plan
-        assert plan.model is not None and plan.request is not None and plan.policy is not None
         try:
             candidates, residency = await find_residency(services, plan.model, plan.request, prefilling=True)
         except NoWorker:
@@ -231,32 +224,12 @@ class HandOver:
         workers, fleet, residency = leave_out(self._tried, candidates, residency)
         now = monotonic()
         services.ledger.advance(now)
-        policy = services.policies.of_prefills(plan.policy)
-        row = decide(services, policy, plan.request, fleet, residency, now).worker
+        row = decide(services, plan.policy, plan.request, fleet, residency, now).worker
         if workers[row] in self._tried:
             return None
         hit_tokens = min(residency.hit(row), plan.request.prompt_tokens)
-        if answers:
-            return count_on(services, plan, workers[row], hit_tokens, "last_resort", now)
-        return count_leg(services, plan, workers[row], hit_tokens, now, decodes=False)
-
-    async def _decode(self, leg: PrefillLeg, tried: Collection[Worker]) -> Route:
-        """Choose a decode worker, by load and distance from the prefill worker, and count the request there."""
-        services, plan = self._services, self._plan
-        assert plan.model is not None and plan.request is not None
-        candidates, residency = await find_residency(services, plan.model, plan.request)
-        strange = [worker for worker in candidates.workers if worker.config.pd != leg.worker.config.pd]
-        workers, fleet, _ = leave_out([*tried, *strange], candidates, residency)
-        now = monotonic()
-        services.ledger.advance(now)
-        domain = leg.worker.config.domain
-        near = np.array([float(worker.config.domain == domain) for worker in workers])
-        self._decoder = workers[least_loaded(fleet, near, plan.request.prompt_tokens)]
-        route = count_leg(services, plan, self._decoder, leg.hit_tokens, now, decodes=True)
-        if leg.worker.config.pd == "nixl":
-            assert leg.answer is not None
-            self._decode_body = legs.nixl_decode(self._fields, leg.answer.params)
-        route.body = self._decode_body
+        route = count_on(services, plan, workers[row], hit_tokens, "last_resort", now)
+        route.body = legs.write_fields(self._fields)
         return route
 
     async def _bodies(self, worker: Worker) -> bytes | None:
@@ -308,15 +281,16 @@ class HandOver:
     def _complete(self) -> None:
         """The decode worker has begun to answer, and so has the KV."""
         self._completed = True
-        leg, decoder, request = self._leg, self._decoder, self._plan.request
-        assert leg is not None and decoder is not None and request is not None
+        leg, decoder = self._leg, self._decoder
+        assert leg is not None and decoder is not None
         now, book = monotonic(), self._services.hand_overs
         book.ended(leg.worker, decoder.name, "completed")
         if self._plan.streamed:
             book.first_token(leg.worker, decoder, now - self._received_at)
             if leg.ended_at and leg.worker.config.pd != "sglang":  # whose prefill worker answers after the transfer
                 seconds = now - max(leg.ended_at, self._sent_at)
-                book.transferred(leg.worker, decoder, _kv_bytes(leg.worker, request), seconds)
+                size = float(self._moved_tokens * leg.worker.config.tiers.kv_bytes_per_token)
+                book.transferred(leg.worker, decoder, size, seconds)
 
     def _reported_tokens(self) -> int | None:
         """Return what the client is to be told was cached: what was so where the prompt was prefilled."""
@@ -365,7 +339,3 @@ class HandOver:
 def hand_over(services: Services, exchange: Exchange, plan: Plan, received_at: float) -> HandOver | None:
     """Return what takes a request over two workers; None where its prompt is not read."""
     return HandOver(services, exchange, plan, received_at) if plan.request is not None else None
-
-
-def _kv_bytes(worker: Worker, request: RoutingRequest) -> float:
-    return float(request.prompt_tokens * worker.config.tiers.kv_bytes_per_token)

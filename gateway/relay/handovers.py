@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from math import inf
 from time import monotonic
 from typing import Final
 
 import httpx
+import numpy as np
 
 from gateway.config_workers import DisaggregationConfig
 from gateway.fleet.registry import Registry, Worker
 from gateway.observe.observer import Observer
+from policies.base import Floats
 from policies.disaggregation import LinkRates
 
 _QUERY_TIMEOUT_S: Final = 2.0
 _ENGINE_TTL_S: Final = 10.0  # a restarted engine has another id
 _PAIR: Final = ("prefill", "decode")
+_MAX_TABLES: Final = 64  # of links between two pools: one per model and adapter
 
 Pair = tuple[str, str]
 """Names of a prefill and a decode worker."""
@@ -34,7 +39,8 @@ class HandOverBook:
 
     def __init__(self, config: DisaggregationConfig, registry: Registry) -> None:
         self._registry = registry
-        self.rates = LinkRates(config.link_gb_s * 1e9)
+        self.rates = LinkRates([rate * 1e9 for rate in (config.link_gb_s, *config.near_gb_s)], config.latency_s)
+        self._tables: dict[tuple[Sequence[Worker], Sequence[Worker]], Floats] = {}
         self._outcomes: Counter[tuple[str, str, str]] = Counter()
         self._decisions: Counter[str] = Counter()
         self._ttft_s: defaultdict[Pair, float] = defaultdict(float)
@@ -43,6 +49,8 @@ class HandOverBook:
         self._transfers: Counter[Pair] = Counter()
         self._moved_bytes: defaultdict[Pair, float] = defaultdict(float)
         self._engines: dict[Worker, tuple[str, float]] = {}
+        for worker in registry.workers.values():
+            self._on_change(worker, joined=True)
         registry.on_change(self._on_change)
 
     def expose(self, observer: Observer) -> None:
@@ -78,9 +86,32 @@ class HandOverBook:
         """Note a transfer and learn the link's bandwidth from it."""
         pair = (prefill.name, decode.name)
         self.rates.observe(*pair, size_bytes, seconds)
+        for (prefills, decodes), table in self._tables.items():
+            if prefill in prefills and decode in decodes:
+                table[prefills.index(prefill), decodes.index(decode)] = 1 / self.rates.bytes_per_s(*pair)
         self._transfer_s[pair] += seconds
         self._transfers[pair] += 1
         self._moved_bytes[pair] += size_bytes
+
+    def links(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Floats:
+        """Return the seconds per byte from each of ``n`` to each of ``m`` workers, ``[n, m]``.
+
+        They are infinite where the two have no protocol in common. The array is kept up; it is not to be written to.
+        """
+        pools = tuple(prefills), tuple(decodes)
+        table = self._tables.get(pools)
+        if table is None:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            seconds = [
+                [
+                    1 / self.rates.bytes_per_s(one.name, other.name) if one.config.pd == other.config.pd else inf
+                    for other in decodes
+                ]
+                for one in prefills
+            ]
+            table = self._tables[pools] = np.array(seconds)
+        return table
 
     async def engine_id(self, worker: Worker) -> str | None:
         """Return the id of a Mooncake prefill engine, as its bootstrap server says; None where that does not answer."""
@@ -98,8 +129,11 @@ class HandOverBook:
         return engine
 
     def _on_change(self, worker: Worker, joined: bool) -> None:
+        self._tables.clear()
         if joined:
+            self.rates.join(worker.name, worker.config.topology or worker.config.domain)
             return
+        self.rates.leave(worker.name)
         self._engines.pop(worker, None)
         # All that are gone, not this one alone: a request may have ended after its worker left.
         present = {"", *self._registry.workers}

@@ -36,11 +36,10 @@ class Policies:
         default: decides about the requests that no other policy is for.
     """
 
-    __slots__ = ("_described", "_of_models", "_of_paths", "_of_prefills", "default")
+    __slots__ = ("_described", "_of_models", "_of_paths", "default")
 
     def __init__(self, config: Config) -> None:
         self._of_models: dict[str, Policy] = {}
-        self._of_prefills: dict[Policy, Policy] = {}
         self._of_paths: dict[str, Policy] = {}
         self._described: dict[str, Any] = {"default": {}, "models": {}, "routes": {}}
         self.put(config.policy)
@@ -65,13 +64,6 @@ class Policies:
                     return self._of_models[model]
         return self._of_paths.get(path, self.default)
 
-    def of_prefills(self, policy: Policy) -> Policy:
-        """Return what chooses among prefill workers as ``policy`` does among the others.
-
-        It is an instance of its own: what a policy learns of one set of workers says nothing of another.
-        """
-        return self._of_prefills.get(policy, policy)
-
     def put(self, settings: PolicyConfig, *, model: str | None = None, path: str | None = None) -> None:
         """Let a new policy decide from now on, for a model, for a path, or by default. It has learned nothing yet."""
         policy = create_policy(settings.name, settings.params)
@@ -83,9 +75,6 @@ class Policies:
             self._of_paths[path], self._described["routes"][path] = policy, described
         else:
             self.default, self._described["default"] = policy, described
-        in_force = {self.default, *self._of_models.values(), *self._of_paths.values()}
-        self._of_prefills = {one: twin for one, twin in self._of_prefills.items() if one in in_force}
-        self._of_prefills[policy] = create_policy(settings.name, settings.params)
 
     def describe(self) -> dict[str, Any]:
         """Return ``default``, ``models`` by name and ``routes`` by path, each with ``name`` and all its ``params``."""
