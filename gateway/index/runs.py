@@ -6,8 +6,9 @@ instead of finding each of them in a table larger than the processor's caches. A
 and nothing else.
 
 The runs are untracked by the garbage collector, which would stall the event loop walking a million of them. Nor may a
-dict grow too large: to grow or compact it takes some 50 ns per entry. Hence several, each of at most ``_SHARD_CHUNKS``
-or so; a chunk's last byte says which.
+dict grow too large: to grow or compact it takes some 50 ns per entry. Hence several, of ``_SHARD_CHUNKS`` or so; a
+chunk's last byte says which. A dict doubles when it is full. So the last one takes twice as many chunks as the first,
+and those between follow evenly: then they grow one after the other, and never are all of them half empty.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final
 import msgspec
 
 _SHARD_CHUNKS: Final = 131_072
-_MAX_SHARDS: Final = 256
+_MAX_SHARDS: Final = 128
 _RUN_CHUNKS: Final = 64
 """Longer runs would make a lookup no cheaper, and taking single chunks out of a run dearer."""
 
@@ -42,12 +43,15 @@ class RunTable:
     """
 
     def __init__(self, max_chunks: int, evicted: Callable[[Sequence[bytes], int], None]) -> None:
-        n_shards = 1
-        while n_shards < _MAX_SHARDS and max_chunks > n_shards * _SHARD_CHUNKS:
-            n_shards *= 2
-        self._shards: list[dict[bytes, _Run]] = [{} for _ in range(n_shards)]
-        self._shard_of = [self._shards[byte % n_shards] for byte in range(256)]
-        self._shard_limit = max_chunks // n_shards - _RUN_CHUNKS
+        n_shards = min(max(1, max_chunks // _SHARD_CHUNKS), _MAX_SHARDS)
+        self._shards: list[dict[bytes, _Run]] = []
+        self._shard_of: list[dict[bytes, _Run]] = []  # by the last byte of a chunk
+        self._limit_of: list[int] = []  # the same: how many chunks fit
+        for number in range(1, n_shards + 1):
+            n_bytes = round(256 * (2 ** (number / n_shards) - 1)) - len(self._shard_of)
+            self._shards.append({})
+            self._shard_of += [self._shards[-1]] * n_bytes
+            self._limit_of += [max_chunks * n_bytes // 256 - _RUN_CHUNKS] * n_bytes
         self._evicted = evicted
         # By the bits that were set or cleared, the run that this made last: the next chunks are likely to follow it.
         self._after_set: dict[int, _Run] = {}
@@ -153,7 +157,7 @@ class RunTable:
     def _make_room(self, group: Sequence[bytes]) -> None:
         for chunk in group:
             shard = self._shard_of[chunk[-1]]
-            while len(shard) > self._shard_limit:
+            while len(shard) > self._limit_of[chunk[-1]]:
                 run = next(iter(shard.values()))
                 chunks = run.chunks
                 self._drop(run)

@@ -132,7 +132,7 @@ def resident_bytes() -> int:
 
 
 async def measure_memory(n_workers: int, n_chunks: int) -> Figures:
-    index = MemoryIndex(IndexConfig(max_chunks=20_000_000))
+    index = MemoryIndex(IndexConfig(max_chunks=max(IndexConfig().max_chunks, 2 * n_chunks)))
     slots = [await index.acquire_slot(f"worker-{number}") for number in range(n_workers)]
     gc.collect()
     before = resident_bytes()

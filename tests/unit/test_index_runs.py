@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from gateway.index.runs import RunTable
@@ -54,3 +57,23 @@ def test_long_prompts_are_several_runs(table: RunTable) -> None:
     table.set(chunks, 1)
     assert sum(length for _, length in table.masks(chunks)) == 512
     assert len(list(table.masks(chunks))) == 8
+
+
+def test_a_table_of_several_dicts_forgets_what_is_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.index.runs._SHARD_CHUNKS", 2_000)
+    gone: list[bytes] = []
+    table = RunTable(20_000, lambda chunks, _mask: gone.extend(chunks))
+    for number in range(1_000):
+        table.set(prompt(40, seed=number), 1)
+    assert 18_000 < len(table) <= 20_000
+    assert len(table) + len(gone) == 40_000
+
+
+def test_the_dicts_of_a_table_are_never_all_half_empty() -> None:
+    table = RunTable(4_000_000, lambda _chunks, _mask: None)
+    bytes_per_chunk = []
+    for _ in range(64):
+        for _ in range(1_000):
+            table.set([os.urandom(16)], 1)
+        bytes_per_chunk.append(sum(map(sys.getsizeof, table._shards)) / len(table))
+    assert max(bytes_per_chunk[16:]) < 45  # 53 where all grow at once
