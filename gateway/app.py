@@ -37,6 +37,8 @@ from gateway.relay.downstream import make_protocol
 from gateway.relay.exchange import Services
 from gateway.relay.policies import Policies
 from gateway.relay.upstream import UpstreamPool
+from gateway.replication.replicator import Replicator
+from gateway.replication.seen import SeenPrompts
 from gateway.serving import Server
 from gateway.sharing.sharing import Sharing
 from gateway.tasks import spawn
@@ -96,6 +98,8 @@ class Gateway:
         if self.recorder is not None:
             self.recorder.expose(self.observer)
             self.observer.on_finish = self.recorder.record
+        replication = config.replication
+        seen = SeenPrompts(replication.max_bytes) if replication.enabled else None
         self.services = Services(
             config=config,
             registry=self.registry,
@@ -108,7 +112,12 @@ class Gateway:
             observer=self.observer,
             upstream=UpstreamPool(config.timeouts),
             outbox=self.sharing.outbox if self.sharing is not None else None,
+            seen=seen,
         )
+        self.replicator: Replicator | None = None
+        if seen is not None:
+            self.replicator = Replicator(replication, self.services, self.hasher, seen, self.sharing)
+            self.replicator.expose(self.observer)
         server = config.server
         self._public = Server(
             public_app(self), server.host, server.port, server, make_protocol(self.services), reuse_port
@@ -141,7 +150,8 @@ class Gateway:
         """
         self._public.bind()
         self._admin.bind()
-        for part in (self.sharing, self.feeds, self.health, self.models, self.scraper, self.drift, self.recorder):
+        fleet = (self.sharing, self.feeds, self.health, self.models, self.scraper, self.drift)
+        for part in (*fleet, self.recorder, self.replicator):
             if part is not None:
                 await part.start()
         for entry in self.config.workers:
@@ -174,9 +184,9 @@ class Gateway:
         if self._serving:
             await asyncio.wait(self._serving)
         upstream = self.services.upstream
+        fleet = (self.replicator, self.discovery, self.drift, self.scraper, self.models, self.health)
         known = (self.sharing, self.feeds, upstream, self.prompts, self.index)
-        parts = (self.discovery, self.drift, self.scraper, self.models, self.health, *known, self.recorder)
-        for part in parts:
+        for part in (*fleet, *known, self.recorder):
             if part is not None:
                 await part.close()
 

@@ -19,6 +19,7 @@ from gateway.config_source import describe_mistakes, overlay_environment, read_y
 from gateway.config_workers import DisaggregationConfig, DiscoveryConfig, Workers
 from gateway.config_workers import KvEventsConfig as KvEventsConfig
 from gateway.config_workers import PrefillConfig as PrefillConfig
+from gateway.config_workers import ReplicationConfig as ReplicationConfig
 from gateway.config_workers import WorkerConfig as WorkerConfig
 from gateway.errors import ConfigError
 from policies.base import PolicyError, create_policy
@@ -324,6 +325,7 @@ class Config(Section):
     )
     dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
     disaggregation: DisaggregationConfig = DisaggregationConfig()
+    replication: ReplicationConfig = ReplicationConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetryConfig = RetryConfig()
     resumption: ResumptionConfig = ResumptionConfig()

@@ -84,6 +84,25 @@ class DisaggregationConfig(Section):
     )
 
 
+class ReplicationConfig(Section):
+    """Prefixes that many prompts share are held in several failure domains; see docs/replication.md."""
+
+    enabled: bool = Field(True, description="compute hot prefixes in a second failure domain; false: nothing of this")
+    interval_s: float = Field(10.0, gt=0, description="how often hot prefixes are looked for")
+    least_uses: int = Field(8, ge=2, description="prompts within interval_s that make the prefix they share hot")
+    least_tokens: int = Field(1024, ge=1, description="shorter prefixes are computed anew soon enough")
+    domains: int = Field(
+        2, ge=2, description="failure domains to hold a hot prefix; a worker without a domain is one of its own"
+    )
+    prefill_share: float = Field(
+        0.02, gt=0, le=1, description="share of the tokens that the fleet could prefill that warm-ups may take"
+    )
+    max_queue_s: Seconds = Field(
+        0.25, description="no warm-ups while workers have more prefill waiting, on average, in seconds"
+    )
+    max_bytes: int = Field(64 * 2**20, ge=2**16, description="memory for the prompts that warm-ups are made of")
+
+
 class WorkerSettings(Section):
     """What may be the same for many engine instances."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
@@ -60,6 +61,13 @@ def admin_app(gateway: Gateway) -> FastAPI:
         if worker.state is State.DRAINING:
             gateway.registry.set_state(worker, State.STARTING)
         return _describe(gateway, worker)
+
+    @app.get("/admin/replication")
+    async def replication() -> dict[str, Any]:
+        """The hot prefixes of the last look, the most used first, and which failure domains hold them."""
+        replicator = gateway.replicator
+        held = [] if replicator is None else replicator.held
+        return {"enabled": replicator is not None, "prefixes": [msgspec.structs.asdict(each) for each in held]}
 
     @app.post("/lmcache/events")
     async def lmcache_events(request: Request) -> dict[str, int]:

@@ -35,7 +35,7 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
     path = path or ("/v1/chat/completions" if b'"messages"' in body else "/v1/completions")
     if path not in PROMPT_PATHS:
         raise BadRequest(f"Requests to {path} go to the least loaded worker; there is nothing to explain.")
-    plan = await make_plan(services, b"POST", path, body)
+    plan = await make_plan(services, b"POST", path, body, counts=False)
     assert plan.request is not None and plan.model is not None and plan.policy is not None
     candidates, residency = await find_residency(services, plan.model, plan.request)
     policy = copy.deepcopy(plan.policy)  # a look must not take a turn

@@ -1,4 +1,7 @@
-"""The prefill leg of a request that goes over two workers: sent, seen through and accounted for by its own task."""
+"""A request for a prompt's prefill alone: sent, seen through and accounted for by its own task.
+
+It is one leg of a request that goes over two workers, or a warm-up of ours.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ class PrefillLeg:
         plan: the request's plan.
         route: where it goes; ends with the leg.
         body: what is sent.
+        is_retried: where it fails, another worker is tried, which is to be counted.
 
     Attributes:
         worker: where it goes.
@@ -41,7 +45,15 @@ class PrefillLeg:
         on_failure: told when it fails.
     """
 
-    def __init__(self, services: Services, head: RequestHead, plan: Plan, route: Route, body: bytes) -> None:
+    def __init__(
+        self,
+        services: Services,
+        head: RequestHead,
+        plan: Plan,
+        route: Route,
+        body: bytes,
+        is_retried: bool = True,
+    ) -> None:
         self.worker = route.worker
         self.hit_tokens = route.hit_tokens
         self.answer: PrefillAnswer | None = None
@@ -53,6 +65,7 @@ class PrefillLeg:
         self._head = head
         self._plan = plan
         self._route = route
+        self._is_retried = is_retried
         self._upstream: Upstream | None = None
         self._response: ResponseHead | None = None
         self._body = bytearray()
@@ -88,7 +101,8 @@ class PrefillLeg:
             return
         if failure.kind.blames_worker:
             services.health.failed(self.worker, failure.kind)
-        services.observer.retried(self.worker.name, failure.kind)
+        if self._is_retried:
+            services.observer.retried(self.worker.name, failure.kind)
         if self.on_failure is not None:
             self.on_failure(self)
 

@@ -117,8 +117,15 @@ class Route(msgspec.Struct):
             self.speculation = None
 
 
-async def make_plan(services: Services, method: bytes, path: str, body: bytes) -> Plan:
+async def make_plan(services: Services, method: bytes, path: str, body: bytes, counts: bool = True) -> Plan:
     """Read what routing needs from a request.
+
+    Args:
+        services: the other rooms.
+        method: of the request.
+        path: of the request.
+        body: of the request.
+        counts: whether it is a use of its prefix.
 
     Raises:
         GatewayError: the body is not a valid request, its model is not served, or no worker is there to serve it.
@@ -137,6 +144,8 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes) -
         tokens, chunks = prompt.tokens, prompt.chunks
         services.prompts.check(path, body, request, prompt, candidates)
         forwarded = services.prompts.body_with_ids(body, prompt, candidates)
+        if counts and services.seen is not None:
+            services.seen.note(model, path, body, request, prompt)
     except GatewayError:
         raise
     except Exception:

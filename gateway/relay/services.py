@@ -21,6 +21,7 @@ from gateway.relay.policies import Policies
 from gateway.relay.retry import RetryBudget
 from gateway.relay.sweeper import Sweeper
 from gateway.relay.upstream import UpstreamPool
+from gateway.replication.seen import SeenPrompts
 from gateway.sharing.news import Outbox
 
 log = logging.getLogger("kvway.relay")
@@ -32,8 +33,8 @@ _COMPLAINT_S: Final = 10.0
 class Services:
     """The other rooms, as the relay uses them.
 
-    ``outbox`` is there where other replicas are to hear of what is sent where, ``dispatcher`` where requests are held
-    until their turn.
+    ``outbox`` is there where other replicas are to hear of what is sent where, ``seen`` where hot prefixes are looked
+    for, ``dispatcher`` where requests are held until their turn.
     """
 
     config: Config
@@ -47,6 +48,7 @@ class Services:
     observer: Observer
     upstream: UpstreamPool
     outbox: Outbox | None = None
+    seen: SeenPrompts | None = None
     budget: RetryBudget = field(init=False)
     sweeper: Sweeper = field(init=False)
     hand_overs: HandOverBook = field(init=False)

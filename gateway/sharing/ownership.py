@@ -119,7 +119,12 @@ class Ownership:
 
 def first_choice(worker: str, replicas: Collection[str]) -> str:
     """Return the replica that should follow ``worker``: the highest hash of both names (rendezvous hashing)."""
-    return max(replicas, key=lambda replica: (mmh3.hash128(f"{replica} {worker}"), replica))
+    return max(replicas, key=lambda replica: weight(replica, worker))
+
+
+def weight(replica: str, name: str) -> tuple[int, str]:
+    """Return what a replica weighs for a worker, or whatever else one of them is to look after: the heaviest does."""
+    return mmh3.hash128(f"{replica} {name}"), replica
 
 
 def _can_move(worker: Worker) -> bool:

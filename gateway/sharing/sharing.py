@@ -26,7 +26,7 @@ from gateway.index.redis import RedisIndex
 from gateway.index.redis_client import UNREACHABLE
 from gateway.observe.observer import Observer
 from gateway.sharing import news
-from gateway.sharing.ownership import Ownership
+from gateway.sharing.ownership import Ownership, weight
 from gateway.sharing.peers import SILENCE_S, Peers
 from gateway.sharing.store import LIFE_S, SharingStore
 from gateway.tasks import spawn, stop
@@ -86,6 +86,15 @@ class Sharing:
         self._tasks: list[asyncio.Task[Any]] = []
         registry.on_change(lambda _worker, _joined: self.hurry())
 
+    @property
+    def replicas(self) -> int:
+        """How many replicas there are, as far as is known here, this one included."""
+        return len(self._known())
+
+    def rank(self, name: str) -> int:
+        """Return how many replicas come before this one for ``name``; all agree on the order (rendezvous hashing)."""
+        return sum(weight(replica, name) > weight(self._replica, name) for replica in self._known())
+
     def hurry(self) -> None:
         """Have the next beat now: something has changed that the others should know."""
         self._beat_now.set()
@@ -143,7 +152,7 @@ class Sharing:
 
     async def _beat(self) -> None:
         # Who has just met the others does not yet know whose workers are whose, and claims none.
-        replicas = self._alive | self._peers.replicas | {self._replica}
+        replicas = self._known()
         leaving = self.outbox.leaving
         claims = self._ownership.no_claims() if leaving or not self._beats else self._ownership.claims(replicas)
         self._alive, records = await self._store.beat(claims, 0.0 if leaving else LIFE_S)
@@ -192,6 +201,9 @@ class Sharing:
             self._whole_at = 0.0  # it has heard nothing of ours yet
         if heard.moved and heard.replica != self._replica:
             self.hurry()
+
+    def _known(self) -> set[str]:
+        return self._alive | self._peers.replicas | {self._replica}
 
     def _failed(self, error: BaseException) -> None:
         self._beats = 0
