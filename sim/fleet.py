@@ -115,7 +115,7 @@ class GatewaySettings:
         approximate: no events: residency is an LRU model of what was dispatched.
         tokenize_s_per_token: seconds per prompt token before a request can be routed.
         overhead_s: seconds per request before it can be routed, whatever its length.
-        order: ``none``, or in which order requests that are held go on (``policies.order``).
+        order: in which order requests that are held go on (``policies.order``), or ``none``; by default the gateway's.
         order_params: parameters of the order.
         budget_tokens: uncached tokens that a worker is given at a time where requests are held.
     """
@@ -128,7 +128,7 @@ class GatewaySettings:
     approximate: bool = False
     tokenize_s_per_token: float = 0.0
     overhead_s: float = 0.0
-    order: str = "none"
+    order: str = "least-work"
     order_params: dict[str, Any] = field(default_factory=dict)
     budget_tokens: int = 8192
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from math import inf
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
+from gateway.config import Config
 from policies.base import PolicyError, Tier
 from sim.engine import simulate
 from sim.fleet import FleetSettings, GatewaySettings
@@ -126,10 +128,23 @@ def test_an_approximate_index_expects_what_a_large_cache_really_holds():
 def test_gateways_that_tell_each_other_balance_better_than_those_that_do_not():
     requests = [SimRequest(0.001 * at, (), 4000, 20) for at in range(60)]
     trace = Trace(requests, BLOCK)
-    alone = simulate(trace, fleet(4, 60_000, gateway=GatewaySettings(replicas=4)), "least-tokens")
-    told = simulate(trace, fleet(4, 60_000, gateway=GatewaySettings(replicas=4, sync_lag_s=0.0)), "least-tokens")
+    alone, told = (
+        simulate(
+            trace,
+            fleet(4, 60_000, gateway=GatewaySettings(replicas=4, sync_lag_s=lag_s, order="none")),
+            "least-tokens",
+        )
+        for lag_s in (inf, 0.0)
+    )
     assert told.answered.all()
     assert told.ttft_s.mean() <= alone.ttft_s.mean()
+
+
+def test_a_simulated_gateway_holds_requests_and_speculates_as_a_real_one_does_by_default():
+    real, simulated = Config(), GatewaySettings()
+    assert (simulated.order, simulated.order_params) == (real.dispatch.order, real.dispatch.params)
+    assert simulated.budget_tokens == real.dispatch.budget_tokens
+    assert simulated.speculation_s == real.index.speculative_ttl_s
 
 
 def test_held_requests_are_prefilled_least_work_first():
