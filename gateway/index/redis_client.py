@@ -15,7 +15,6 @@ from typing import Any, Final, cast
 
 from redis.asyncio import Redis, RedisCluster, Sentinel
 from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
@@ -34,6 +33,7 @@ from gateway.config import IndexConfig
 from gateway.errors import ConfigError
 from gateway.index.redis_address import Place, parse_url
 from gateway.index.redis_link import Address, Link, open_link
+from gateway.index.redis_tls import SentinelTlsConnection, TlsConnection, trust_cluster, trust_one
 
 UNREACHABLE: Final = (RedisError, OSError, TimeoutError)
 """What every command may raise. It may have been carried out all the same."""
@@ -124,7 +124,7 @@ class RedisClient:
         if self.is_cluster:  # pub/sub of redis-py's clusters is younger than the oldest release we allow
             await redis.initialize()
             node = redis.get_node_from_key(tag)
-            redis = Redis(host=node.host, port=node.port, **self._settings)
+            redis = self._client(host=node.host, port=node.port)
         try:
             async with redis.pubsub() as pubsub:
                 await pubsub.subscribe(channel)
@@ -175,15 +175,29 @@ class RedisClient:
     def _connect(self, config: IndexConfig) -> Any:
         place, settings = self._place, self._settings
         if place.kind == "cluster":
-            return RedisCluster(startup_nodes=[ClusterNode(*address) for address in place.addresses], **settings)
+            cluster = RedisCluster(startup_nodes=[ClusterNode(*address) for address in place.addresses], **settings)
+            if place.tls:
+                trust_cluster(cluster)
+            return cluster
         if place.kind == "one":
             host, port = place.addresses[0] if place.addresses else ("", 0)
-            return Redis(host=host, port=port, unix_socket_path=place.path or None, db=place.db, **settings)
+            return self._client(host=host, port=port, unix_socket_path=place.path or None, db=place.db)
         timeouts = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), _SENTINEL_TIMEOUT_S)
         theirs = {"credential_provider": None, "password": config.sentinel_password}
         sentinel = cast("Any", Sentinel)(place.addresses, sentinel_kwargs=settings | timeouts | theirs)
         self._sentinels = sentinel.sentinels
+        if place.tls:
+            for client in self._sentinels:
+                trust_one(client)
+            settings = settings | {"connection_class": SentinelTlsConnection}
         return sentinel.master_for(place.service, db=place.db, **settings)
+
+    def _client(self, **where: Any) -> Redis:
+        """Return a client of one server."""
+        client = Redis(**where, **self._settings)
+        if self._place.tls:
+            trust_one(client)
+        return client
 
     def _address_of(self, node: ClusterNode | None) -> Address:
         if node is not None:
@@ -228,6 +242,6 @@ def _tls_settings(config: IndexConfig) -> dict[str, Any]:
 
 
 def _tls_context(settings: dict[str, Any]) -> ssl.SSLContext:
-    """Return what redis-py connects with."""
+    """Return what the connections of redis-py connect with."""
     arguments = {name: value for name, value in settings.items() if name != "ssl"}
-    return SSLConnection(**arguments).ssl_context.get()
+    return TlsConnection(**arguments).ssl_context.get()

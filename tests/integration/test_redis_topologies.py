@@ -16,12 +16,14 @@ import httpx
 import pytest
 import redis
 import trustme
+from redis.asyncio.cluster import ClusterNode
 from redis.crc import key_slot
 
 from gateway.config import IndexConfig
 from gateway.errors import ConfigError
 from gateway.index.publisher import FIRST_PRIVATE_SLOT
 from gateway.index.redis import RedisIndex
+from gateway.index.redis_client import RedisClient
 from gateway.sharing.store import SharingStore
 from gateway.tasks import spawn, stop
 from policies.base import Tier
@@ -245,6 +247,39 @@ async def test_tls_needs_a_ca_that_is_trusted_the_right_host_and_our_certificate
         assert not await connects(**given | {"tls_ca": files.other_ca}, tls_verify="ca")
         assert await connects(**given | {"tls_ca": files.other_ca}, tls_verify="none")
         assert not await connects(tls_ca=files.tls_ca, tls_verify="ca")  # no certificate of ours
+
+
+async def test_whoever_names_a_ca_trusts_none_of_the_systems(
+    valkey: Valkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Certificates(tmp_path, "127.0.0.1")
+    monkeypatch.setenv("SSL_CERT_FILE", str(files.tls_ca))  # what OpenSSL takes for the system's
+    given = {"tls_cert": files.tls_cert, "tls_key": files.tls_key}
+    async with tls_in_front_of(valkey, files.context) as port:
+        for ca, is_trusted in ((None, True), (files.other_ca, False)):
+            async with two_indexes(f"rediss://127.0.0.1:{port}", **given, tls_ca=ca) as (index, _):
+                assert (await index.acquire_slot("a") < FIRST_PRIVATE_SLOT) == is_trusted
+
+
+@pytest.mark.parametrize("kind", ["", "+sentinel", "+cluster"])
+async def test_every_connection_trusts_the_ca_that_is_named_and_no_other(kind: str, tmp_path: Path) -> None:
+    files = Certificates(tmp_path, "127.0.0.1")
+    url = f"rediss{kind}://127.0.0.1:1{'/mymaster' if kind == '+sentinel' else ''}"
+    client = RedisClient(IndexConfig(url=url, tls_ca=files.tls_ca, tls_cert=files.tls_cert, tls_key=files.tls_key))
+    if kind == "+cluster":
+        nodes = client.commands.nodes_manager
+        found = ClusterNode("127.0.0.1", 2, **nodes.connection_kwargs)
+        connections = [node.acquire_connection() for node in (*nodes.startup_nodes.values(), found)]
+    else:
+        clients = [client.commands, *client._sentinels]
+        connections = [each.connection_pool.make_connection() for each in clients]
+    assert len(connections) == (1 if kind == "" else 2)
+    ours = ssl.create_default_context(cafile=files.tls_ca).get_ca_certs()
+    for connection in connections:
+        context = connection.ssl_context.get()
+        assert context.get_ca_certs() == ours
+        assert context.check_hostname and context.verify_mode is ssl.CERT_REQUIRED
+    await client.close()
 
 
 async def test_tls_verifies_the_host_and_carries_what_replicas_share(valkey: Valkey, tmp_path: Path) -> None:
