@@ -186,7 +186,7 @@ class IndexConfig(Section):
     sentinel_password: str | None = Field(
         None, repr=False, description="password of the Sentinels, where they have one"
     )
-    tls_ca: OnDisk | None = Field(None, description="Redis: PEM file of CAs to trust besides the system's")
+    tls_ca: OnDisk | None = Field(None, description="Redis: PEM file of CAs to trust, instead of the system's")
     tls_cert: OnDisk | None = Field(None, description="Redis: PEM certificate chain to show; goes with tls_key")
     tls_key: OnDisk | None = Field(None, description="Redis: PEM private key of tls_cert")
     tls_verify: Literal["full", "ca", "none"] = Field(
