@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from policies.pull import Pull, PullLinks
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -154,14 +157,18 @@ class FleetView:
         names: worker names, ``[n]``; what decisions and metrics call the workers.
         state: the matrix.
         version: changes whenever the set of candidates does; policies key what they derive from ``names`` on it.
+        pulls: who can fetch KV from whom; None where nobody can.
     """
 
-    __slots__ = ("names", "state", "version")
+    __slots__ = ("names", "pulls", "state", "version")
 
-    def __init__(self, names: Sequence[str], state: Floats | None = None, version: int = 0) -> None:
+    def __init__(
+        self, names: Sequence[str], state: Floats | None = None, version: int = 0, pulls: PullLinks | None = None
+    ) -> None:
         self.names: Sequence[str] = names
         self.state: Floats = np.zeros((len(COLUMNS), len(names))) if state is None else state
         self.version = version
+        self.pulls = pulls
 
     def __len__(self) -> int:
         return len(self.names)
@@ -178,7 +185,8 @@ class FleetView:
 
     def take(self, rows: Ints, version: int = 0) -> FleetView:
         """Return a copy of the view restricted to ``rows``."""
-        return FleetView([self.names[row] for row in rows], self.state[:, rows], version)
+        pulls = self.pulls.take(rows) if self.pulls is not None else None
+        return FleetView([self.names[row] for row in rows], self.state[:, rows], version, pulls)
 
 
 Breakdown = list[dict[str, Any]]
@@ -190,12 +198,14 @@ class Decision:
 
     Attributes:
         worker: row of the chosen candidate.
-        expected_hit_tokens: prompt tokens that the chosen worker is expected to have cached.
+        expected_hit_tokens: prompt tokens that the chosen worker is expected to have cached, once it has fetched what
+            ``pull`` says.
         predicted_ttft: seconds until the first token, 0 where the policy does not predict.
         reason: one word for metrics: ``hit``, ``load``, ``ring``, ``turn`` …
+        pull: what the worker is to fetch from another one first; None: nothing.
     """
 
-    __slots__ = ("_costs", "_explain", "expected_hit_tokens", "predicted_ttft", "reason", "worker")
+    __slots__ = ("_costs", "_explain", "expected_hit_tokens", "predicted_ttft", "pull", "reason", "worker")
 
     def __init__(
         self,
@@ -205,11 +215,13 @@ class Decision:
         reason: str = "load",
         costs: Costs | None = None,
         explain: Callable[[], Breakdown] | None = None,
+        pull: Pull | None = None,
     ) -> None:
         self.worker = worker
         self.expected_hit_tokens = expected_hit_tokens
         self.predicted_ttft = predicted_ttft
         self.reason = reason
+        self.pull = pull
         self._costs = costs
         self._explain = explain
 

@@ -3,7 +3,8 @@
 For every candidate, in seconds::
 
     wait          what is queued there, less the time that its running prefill has already taken
-    work          prefill of the uncached tokens, and reload of the tokens that lie below HBM
+    work          prefill of the uncached tokens, and reload of the tokens that lie below HBM; where workers can fetch
+                  KV from one another (``policies.pull``) and it is quicker, that instead of prefill
     pi            how many other requests one more second of work there delays (M/G/1)
     displacement  recomputing what this request pushes out of the cache, and what its conversation will
 
@@ -37,6 +38,7 @@ from policies.base import (
     register,
 )
 from policies.cost import prefill_seconds, reload_seconds
+from policies.pull import PullLinks
 from policies.ring import ring_for, ring_of
 from policies.traffic import Traffic
 
@@ -54,8 +56,9 @@ A, B, C = (COLUMNS.index(f"prefill_{letter}_s") for letter in "abc")
 # One value per candidate: a list or tuple of a small fleet, an array of a large one.
 Values = list[Any] | tuple[Any, ...] | NDArray[Any]
 
-# state, hit, tokens by tier or None where all of them are in HBM, turnover → the terms of `_Terms`
-_Formula = Callable[[Any, Any, Any, Any], tuple[Any, ...]]
+# state, hit, tokens by tier or None where all of them are in HBM, turnover, and what fetching saves where workers can
+# → the terms of `_Terms`
+_Formula = Callable[..., tuple[Any, ...]]
 
 
 class ExpectedCostParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,24 +136,26 @@ class ExpectedCost:
             charged = _raised(hits, longest, 1.0 - len(fleet) / start.met)
 
         weigh = self._formula(prompt, now, start.fresh, traffic)
-        terms = _evaluate(weigh, fleet, charged, residency, traffic)
+        saved = None if fleet.pulls is None else _saved(fleet.pulls, fleet, charged, residency)
+        terms = _evaluate(weigh, fleet, charged, residency, traffic, saved)
         over = self._over(terms, prompt, fleet)
         row, reason = self._choose(terms, over, start, fleet)
 
         hit, work_s = int(hits[row]), float(terms.work[row])
+        pull = None if fleet.pulls is None else fleet.pulls.best(fleet, row, hit, residency)
         if charged is not hits:
             a, b, c = fleet.state[A : C + 1, row].tolist()
             granted = float(charged[row])
             work_s += prefill_seconds(prompt - hit, hit, a, b, c) - prefill_seconds(prompt - granted, granted, a, b, c)
+            if saved is not None:
+                work_s += float(saved[row]) - (pull.saved_s if pull is not None else 0.0)
         traffic.decided(row, start.fresh, prompt - hit, work_s, fleet.state.item(CAPACITY, row))
-        return Decision(
-            row,
-            hit,
-            float(terms.wait[row]) + work_s,
-            reason or ("hit" if hit else "load"),
-            terms.cost,
-            partial(_explain, terms, over, prompt, hits, residency, fleet.names, start.key),
-        )
+        explain = partial(_explain, terms, over, prompt, hits, residency, fleet.names, start.key)
+        ttft_s = float(terms.wait[row]) + work_s
+        if pull is not None:
+            expected = min(hit + pull.tokens, prompt - 1)
+            return Decision(row, expected, ttft_s, "pull", terms.cost, explain, pull)
+        return Decision(row, hit, ttft_s, reason or ("hit" if hit else "load"), terms.cost, explain)
 
     def _traffic_of(self, model: str, now: float) -> Traffic:
         traffic = self._traffic.get(model)
@@ -176,7 +181,7 @@ class ExpectedCost:
         reuse, decode_weight = params.reuse, params.decode_weight
         middle = prompt * 0.5  # where in a context as long as this one a displaced token is computed again, on average
 
-        def weigh(state: Any, hit: Any, tiers: Any, turnover: Any) -> tuple[Any, ...]:
+        def weigh(state: Any, hit: Any, tiers: Any, turnover: Any, saved: Any = None) -> tuple[Any, ...]:
             # in the order of policies.base.COLUMNS
             pending_tokens, pending_s, since, _, decode_tokens, _, _, _, _, a, b, c, host_s, disk_s, remote_s = state
             new = prompt - hit
@@ -186,6 +191,8 @@ class ExpectedCost:
             if tiers is not None:
                 _, host, disk, remote = tiers
                 work = work + reload_seconds(host, disk, remote, host_s, disk_s, remote_s)
+            if saved is not None:
+                work = work - saved
             pi = (wait + work * 0.5) * crowding
             displacement = (new + growth) * (b + c * middle) * turnover * reuse
             excess = (pending_tokens + decode_tokens * decode_weight - prompt) * b
@@ -222,15 +229,24 @@ class ExpectedCost:
         return near[0] if len(near) == 1 else ring_for(fleet).first(start.key, near), ""
 
 
-def _evaluate(weigh: _Formula, fleet: FleetView, hits: Values, residency: Residency, traffic: Traffic) -> _Terms:
+def _saved(pulls: PullLinks, fleet: FleetView, hits: Values, residency: Residency) -> Values:
+    """Return the seconds that each worker would save by fetching, in the form of the hits."""
+    saved = pulls.savings(fleet, np.asarray(hits), residency)
+    return saved if isinstance(hits, np.ndarray) else saved.tolist()
+
+
+def _evaluate(
+    weigh: _Formula, fleet: FleetView, hits: Values, residency: Residency, traffic: Traffic, saved: Values | None
+) -> _Terms:
     if not isinstance(hits, np.ndarray):
         tiers_of = [tiers if tiers[1] or tiers[2] or tiers[3] else None for tiers in residency.tiers()]
-        scores = map(weigh, fleet.state.T.tolist(), hits, tiers_of, traffic.turnover.tolist())
+        figures = [fleet.state.T.tolist(), hits, tiers_of, traffic.turnover.tolist()]
+        scores = map(weigh, *figures, *(() if saved is None else (saved,)))
         return _Terms(*zip(*scores, strict=True))
     # as floats, side by side: a cast in every operation would cost as much as the operation
     below = np.count_nonzero(residency.by_tier[:, Tier.HOST :])
     tiers = residency.by_tier.T.astype(np.float64, order="C") if below else None
-    return _Terms(*weigh(fleet.state, hits.astype(np.float64), tiers, traffic.turnover))
+    return _Terms(*weigh(fleet.state, hits.astype(np.float64), tiers, traffic.turnover, saved))
 
 
 def _explain(

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
 from policies.base import Tier
-from sim.cache import BlockCache, BlockChain, BlockRemoved, BlocksStored, Hit
+from sim.cache import PLAIN_USE, BlockCache, BlockChain, BlockRemoved, BlocksStored, Hit, LastUse
 from sim.eviction import make_queue
 from sim.fleet import EvictionSettings
 from sim.jobs import BatchLimits, Job
@@ -86,6 +86,10 @@ class BatchWorker:
             hit, _ = self.lookup(job.chain, job.prompt_tokens)
             self.tiers.prefetch(job.chain.hashes, len(hit), now)
         self.waiting.append(job)
+
+    def held_blocks(self, hashes: Sequence[int]) -> int:
+        """Return how many leading blocks of a run are in HBM."""
+        return len(self.cache.lookup(BlockChain(hashes), len(hashes)))
 
     def insert(self, hashes: Sequence[int]) -> None:
         """Hold a run of blocks that came from elsewhere, as far as there is room that no request uses."""
@@ -306,10 +310,11 @@ class BatchWorker:
         self.waiting.appendleft(job)
 
     def _end(self, job: Job, done: list[Job]) -> None:
-        self._leave(job, self._now + job.pin_s)
+        late_s = max(0.0, job.first_at - job.arrived_at - self._eviction.ttft_goal_s)
+        self._leave(job, LastUse(self._now + job.pin_s, late_s / self._eviction.ttft_goal_s))
         done.append(job)
 
-    def _leave(self, job: Job, pin_until: float = 0.0) -> None:
+    def _leave(self, job: Job, last_use: LastUse = PLAIN_USE) -> None:
         """Take a request out of the batch; its blocks are free."""
         del self.running[job]
         if job.decoding:
@@ -322,7 +327,7 @@ class BatchWorker:
         job.order = -1
         if self.tiers is not None:
             self.tiers.touch(job.chain.hashes[: job.committed], self._now)
-        self.cache.release(job.blocks, pin_until)
+        self.cache.release(job.blocks, last_use)
         job.blocks = []
 
     def _admit_waiting(self, now: float, budget: int) -> None:

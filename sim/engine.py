@@ -22,6 +22,7 @@ from sim.fleet import Failure, FleetSettings
 from sim.holding import Holding, Leg, Live
 from sim.index import FleetIndex
 from sim.jobs import BatchLimits, Job
+from sim.pull import Pulls
 from sim.records import Records
 from sim.replication import Replication
 from sim.requests import Trace, named_tokens, next_turns
@@ -108,6 +109,7 @@ class Simulation:
         self._holding: Holding | None = Holding(fleet.gateway, fleet.workers) if holds else None
         self._apart = Disaggregation(fleet.disaggregation, fleet, size) if fleet.disaggregation else None
         self._replication = Replication(fleet.replication, fleet, size) if fleet.replication else None
+        self._pulls = Pulls(fleet.pull, fleet, size) if fleet.pull else None
         self._samples = Samples(fleet.workers, fleet.sample_s)
         self._scrape_at = 0.0
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
@@ -179,6 +181,7 @@ class Simulation:
             named_tokens(request, self.trace.block_tokens),
             received=leg == "decode",
             pin_s=self.settings.eviction.tool_ttl_s if request.tool_call else 0.0,
+            arrived_at=float(self.records.arrival_s[number]),
         )
         live = self._live[number] = Live(job, replica, dispatch, leg, self._lives[dispatch.worker])
         self._tell_others(replica, lambda router: router.hear_dispatch(number, dispatch.flight, self.now))
@@ -191,6 +194,8 @@ class Simulation:
             self._leave(live)
             self._route(live.job.number)
             return
+        if live.dispatch.source is not None and self._fetch(live, live.dispatch.source):
+            return
         self.routers[live.replica].started(live.dispatch, self.now)
         worker = self.workers[row]
         worker.add(live.job, self.now)
@@ -201,6 +206,26 @@ class Simulation:
         worker.cut(self.now)
         if worker.ends_at != ends_at:
             self._at(worker.ends_at, self._run_ended, row)
+
+    def _fetch(self, live: Live, source: int) -> bool:
+        """Fetch the prefix that a request is to find on its worker; False where its source has no more of it."""
+        assert self._pulls is not None
+        live.dispatch.source = None
+        row, hashes = live.dispatch.worker, self.trace.requests[live.job.number].chunks
+        whole = hashes[: live.job.prompt_tokens // self.trace.block_tokens]
+        prefix, arrives_at = self._pulls.fetch(self.workers, source, row, whole, self.now)
+        if arrives_at == self.now:
+            return False
+        self._at(arrives_at, self._fetched, (live, source, self._lives[source], prefix))
+        return True
+
+    def _fetched(self, fetch: tuple[Live, int, int, Sequence[int]]) -> None:
+        """The prefix is there, if its source has lived to give it; the request joins the queue."""
+        live, source, life, prefix = fetch
+        row = live.dispatch.worker
+        if life == self._lives[source]:
+            self._insert((row, live.life, prefix))
+        self._deliver(live)
 
     def _start(self, row: int) -> None:
         worker = self.workers[row]
@@ -393,4 +418,7 @@ class Simulation:
             counters["transfer_bytes"] = self._apart.link.moved_bytes
         if self._replication is not None:
             counters["replicated_bytes"] = self._replication.link.moved_bytes
+        if self._pulls is not None:
+            counters["pulls"] = float(self._pulls.count)
+            counters["pulled_bytes"] = self._pulls.moved_bytes
         return counters

@@ -73,6 +73,8 @@ class EvictionSettings:
         recency_s: cost: seconds of idleness that are worth one unit.
         reuse_weight: cost: weight of log2(1 + uses).
         recompute_weight: cost: weight of the milliseconds of prefill that a token costs.
+        slo_weight: cost: weight of how much too late the first token of the last use came, in ``ttft_goal_s``.
+        ttft_goal_s: cost: seconds within which first tokens should come; infinite: there is no goal.
         sink_tokens: salience: leading tokens of every prompt that stay as long as anything else can go.
         recent_s: salience: so do blocks used within this time.
         tool_ttl_s: blocks of a request that ends with a tool call are not evicted for so long; 0: no such pinning.
@@ -85,6 +87,8 @@ class EvictionSettings:
     recency_s: float = 60.0
     reuse_weight: float = 1.0
     recompute_weight: float = 1.0
+    slo_weight: float = 1.0
+    ttft_goal_s: float = inf
     sink_tokens: int = 1024
     recent_s: float = 30.0
     tool_ttl_s: float = 0.0
@@ -93,9 +97,10 @@ class EvictionSettings:
     def __post_init__(self) -> None:
         if self.rule not in EVICTIONS:
             raise ValueError(f"unknown eviction rule {self.rule!r}; known rules: {', '.join(EVICTIONS)}")
-        if self.pin_uses < 1 or not self.recency_s > 0:
-            raise ValueError("eviction: pin_uses must be at least 1 and recency_s above 0")
-        for name in ("recency_weight", "reuse_weight", "recompute_weight", "sink_tokens", "recent_s", "tool_ttl_s"):
+        if self.pin_uses < 1 or not self.recency_s > 0 or not self.ttft_goal_s > 0:
+            raise ValueError("eviction: pin_uses must be at least 1, recency_s and ttft_goal_s above 0")
+        weights = ("recency_weight", "reuse_weight", "recompute_weight", "slo_weight")
+        for name in (*weights, "sink_tokens", "recent_s", "tool_ttl_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise ValueError(f"eviction: {name} must be finite and not negative, but is {getattr(self, name)}")
         if not 0 <= self.tool_share <= 1:
@@ -235,6 +240,25 @@ class ReplicationSettings:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class PullSettings:
+    """Workers fetch prefixes from one another where a policy says so.
+
+    Attributes:
+        bytes_per_s: effective bandwidth of a worker's link, each way.
+        latency_s: seconds before the first byte of a fetch.
+    """
+
+    bytes_per_s: float = 20e9
+    latency_s: float = 0.026
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"pull: bytes_per_s must be above 0, not {self.bytes_per_s}")
+        if not 0 <= self.latency_s < inf:
+            raise ValueError(f"pull: latency_s must be finite and not negative, but is {self.latency_s}")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class FleetSettings:
     """A fleet of equal workers.
 
@@ -256,6 +280,7 @@ class FleetSettings:
         disaggregation: prefill and decode apart; None: every worker does both.
         failures: what breaks, and when.
         replication: copies of hot prefixes; None: none are made.
+        pull: fetching of prefixes from other workers; None: nothing is fetched.
         sample_s: seconds between two samples of each worker's load.
     """
 
@@ -274,6 +299,7 @@ class FleetSettings:
     disaggregation: DisaggregationSettings | None = None
     failures: tuple[Failure, ...] = ()
     replication: ReplicationSettings | None = None
+    pull: PullSettings | None = None
     sample_s: float = 10.0
 
     def __post_init__(self) -> None:

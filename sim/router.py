@@ -14,6 +14,7 @@ from sim.batch import BatchWorker
 from sim.fleet import FleetSettings
 from sim.index import ApproximateCaches, FleetIndex, Sent, Speculations
 from sim.ledger import Flight, Ledger
+from sim.pull import make_links
 from sim.requests import SimRequest
 
 MODEL = "sim"
@@ -56,7 +57,8 @@ def make_policy(name: str, params: Mapping[str, Any] | None, seed: int) -> Polic
 def make_view(settings: FleetSettings) -> FleetView:
     """Return the view of an idle fleet."""
     profile = settings.speed
-    fleet = FleetView([f"worker-{number}" for number in range(settings.workers)], version=1)
+    names = [f"worker-{number}" for number in range(settings.workers)]
+    fleet = FleetView(names, version=1, pulls=make_links(settings))
     fleet.prefill_a_s[:] = profile.prefill_a_s
     fleet.prefill_b_s[:] = profile.prefill_b_s
     fleet.prefill_c_s[:] = profile.prefill_c_s
@@ -78,6 +80,7 @@ class Dispatch:
     sent: Sent
     expected_hit_tokens: int
     tokens: int  # prompt and answer together
+    source: int | None = None  # worker to fetch a prefix from
 
 
 class Router:
@@ -110,8 +113,14 @@ class Router:
         """Let the policy choose among ``workers``, and count the request where it goes."""
         residency = self.residency(request, workers, now)
         decision = self.policy.decide(self.asked(request), self.view(workers), residency, now)
-        hit = residency.hit(decision.worker)
-        return self._dispatch(request, workers[decision.worker], hit, decision.expected_hit_tokens, now)
+        hit, pull = residency.hit(decision.worker), decision.pull
+        if pull is None:
+            return self._dispatch(request, workers[decision.worker], hit, decision.expected_hit_tokens, now)
+        dispatch = self._dispatch(
+            request, workers[decision.worker], hit + pull.tokens, decision.expected_hit_tokens, now
+        )
+        dispatch.source = workers[pull.source]
+        return dispatch
 
     def prefill(self, request: SimRequest, worker: int, now: float) -> Dispatch:
         """Count a request on the worker that computes its prompt for another."""
