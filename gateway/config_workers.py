@@ -103,6 +103,20 @@ class ReplicationConfig(Section):
     max_bytes: int = Field(64 * 2**20, ge=2**16, description="memory for the prompts that warm-ups are made of")
 
 
+class PullConfig(Section):
+    """Prefixes that engines fetch from other workers instead of computing them; see docs/disaggregation.md."""
+
+    group: str = Field("", description="workers that name the same group fetch from one another; empty: it does not")
+    gb_s: float = Field(10.0, gt=0, description="GB/s at which it fetches")
+    latency_s: Seconds = Field(0.026, description="what a fetch takes besides moving KV")
+    hint: Literal["none", "vllm-p2p"] = Field(
+        "none",
+        description="vllm-p2p: requests name the worker to fetch from, for vLLM's offloading tier `p2p`; none: the "
+        "engine finds it (LMCache, Mooncake store)",
+    )
+    port: WorkerPort = Field(5710, description="with hint vllm-p2p: where others fetch from it, of rank 0")
+
+
 class WorkerSettings(Section):
     """What may be the same for many engine instances."""
 
@@ -134,6 +148,7 @@ class WorkerSettings(Section):
         description="tiers in its events that are the pool; the connectors of Mooncake and LMCache call it cpu: "
         "write [host, remote] for them",
     )
+    pull: PullConfig = Field(PullConfig(), description="fetching of KV from other workers")
     prefill: PrefillConfig = Field(PrefillConfig(), description="prefill speed to start from")
     tiers: TiersConfig = Field(TiersConfig(), description="speed of the lower cache tiers")
 

@@ -7,7 +7,7 @@ candidate lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ import numpy as np
 from gateway.config import WorkerConfig
 from gateway.errors import NoWorker, UnknownModel
 from policies.base import COLUMNS, FleetView, Floats, Ints
+from policies.pull import NO_GROUP, PullLinks
 
 NO_SLOT = -1
 _RUNNING = COLUMNS.index("running")
@@ -102,6 +103,7 @@ class _Selection:
     candidates: Candidates  # with the live state of every worker
     rows: Ints | None  # None: the candidates are every worker, so the live matrix serves without a copy
     names: list[str]
+    pulls: PullLinks | None
 
 
 class Registry:
@@ -195,11 +197,11 @@ class Registry:
     def _view(self, selection: _Selection) -> Candidates:
         found, rows, fleet, elsewhere = selection.candidates, selection.rows, self.fleet, self.elsewhere
         if rows is not None:
-            fleet = FleetView(selection.names, fleet.state[:, rows], self.version)
+            fleet = FleetView(selection.names, fleet.state[:, rows], self.version, selection.pulls)
             if elsewhere is not None:
                 fleet.state += elsewhere[:, rows]
         elif elsewhere is not None:
-            fleet = FleetView(fleet.names, fleet.state + elsewhere, fleet.version)
+            fleet = FleetView(fleet.names, fleet.state + elsewhere, fleet.version, fleet.pulls)
         else:
             return found
         return Candidates(found.model, found.lora, found.workers, found.slots, fleet)
@@ -236,6 +238,7 @@ class Registry:
             candidates=Candidates(base, None if base == model else model, ready, slots, self.fleet),
             rows=None if everyone else np.array([worker.row for worker in ready], np.int64),
             names=[worker.name for worker in ready],
+            pulls=pull_links(ready),
         )
 
     def _not_served(self, model: str) -> UnknownModel | NoWorker:
@@ -263,7 +266,19 @@ class Registry:
         self.elsewhere = None
         self.apart = any(worker.config.role != "mixed" for worker in members)
         self.touch()
-        self.fleet = FleetView([worker.name for worker in members], state, self.version)
+        self.fleet = FleetView([worker.name for worker in members], state, self.version, pull_links(members))
+
+
+def pull_links(workers: Sequence[Worker]) -> PullLinks | None:
+    """Return who of ``workers`` can fetch KV from whom, in their order; None where nobody can."""
+    groups = [worker.config.pull.group for worker in workers]
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(filter(None, groups)))}
+    if not numbers:
+        return None
+    s_per_token = [worker.config.tiers.kv_bytes_per_token / (worker.config.pull.gb_s * 1e9) for worker in workers]
+    latency_s = [worker.config.pull.latency_s for worker in workers]
+    numbered = [numbers.get(group, NO_GROUP) for group in groups]
+    return PullLinks(np.array(numbered, np.int64), np.array(s_per_token), np.array(latency_s))
 
 
 def _most_able(workers: list[Worker]) -> list[Worker]:

@@ -215,6 +215,8 @@ class Exchange:
         body = self._route.body or self.body
         if self._route.asks_report:
             body = asking_for_report(body)
+        if self._route.hint is not None:
+            body = self._route.hint.body(head.path, body)
         receiver: Receiver = self._resumption or self
         # A request that must not run twice never meets the keep-alive race: it gets a connection of its own.
         fresh = not self._repeatable

@@ -101,12 +101,12 @@ def prefill_only(fields: Fields) -> Fields:
 
 def nixl_prefill(fields: Fields) -> bytes:
     """Return the prefill request of NIXL."""
-    return _encode(_with_params(prefill_only(fields), _encode(_DO_REMOTE_DECODE)))
+    return _encode(with_params(prefill_only(fields), _encode(_DO_REMOTE_DECODE)))
 
 
 def nixl_decode(fields: Fields, params: bytes) -> bytes:
     """Return the decode request of NIXL, with the ``kv_transfer_params`` of the prefill answer as they came."""
-    return _encode(_with_params(fields, params))
+    return _encode(with_params(fields, params))
 
 
 def mooncake_bodies(fields: Fields, transfer_id: str, engine_id: str, bootstrap_url: str) -> tuple[bytes, bytes]:
@@ -126,8 +126,8 @@ def mooncake_bodies(fields: Fields, transfer_id: str, engine_id: str, bootstrap_
         "remote_engine_id": engine_id,
         "remote_bootstrap_addr": bootstrap_url,
     }
-    first = _with_params(prefill_only(fields), _encode(prefill))
-    return _encode(first), _encode(_with_params(fields, _encode(decode)))
+    first = with_params(prefill_only(fields), _encode(prefill))
+    return _encode(first), _encode(with_params(fields, _encode(decode)))
 
 
 def sglang_body(fields: Fields, worker: Worker, count: int) -> bytes:
@@ -148,7 +148,7 @@ def sglang_body(fields: Fields, worker: Worker, count: int) -> bytes:
     return _encode(fields | meeting)
 
 
-def _with_params(fields: Fields, params: bytes) -> Fields:
+def with_params(fields: Fields, params: bytes) -> Fields:
     """Return fields with ``kv_transfer_params``, a JSON object that is not empty, beside those of our own in them."""
     ours = fields.get(_PARAMS)
     if ours is not None:

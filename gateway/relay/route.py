@@ -22,6 +22,7 @@ from gateway.fleet.ledger import Flight
 from gateway.fleet.registry import Candidates, Registry, State, Worker
 from gateway.index.base import Speculation
 from gateway.observe.record import RequestRecord
+from gateway.relay.pull import SourceHint
 from gateway.relay.retry import Failure, FailureKind, backoff_s
 from gateway.relay.services import Services
 from policies.base import COLUMNS, Decision, FleetView, Policy, Residency, RoutingRequest
@@ -79,6 +80,7 @@ class Route(msgspec.Struct):
         asks_report: the request is to ask its engine for a report of what it reuses.
         reason: the decision's reason.
         body: what this worker gets in place of the plan's body, where prefill and decode are apart.
+        hint: whom its engine is told to fetch a prefix from, where it is to be told.
     """
 
     worker: Worker
@@ -90,6 +92,7 @@ class Route(msgspec.Struct):
     reason: str = "load"
     asks_report: bool = False
     body: bytes | None = None
+    hint: SourceHint | None = None
 
     def note(self, record: RequestRecord) -> None:
         """Write down where the request goes."""
@@ -218,8 +221,14 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
     now = monotonic()
     services.ledger.advance(now)
     decision = decide(services, plan.policy, plan.request, fleet, residency, now)
+    worker, pull = workers[decision.worker], decision.pull
     hit_tokens = min(residency.hit(decision.worker), plan.request.prompt_tokens)
-    return count_on(services, plan, workers[decision.worker], hit_tokens, decision.reason, now)
+    if pull is not None:
+        hit_tokens = decision.expected_hit_tokens
+    route = count_on(services, plan, worker, hit_tokens, decision.reason, now)
+    if fleet.pulls is not None and worker.config.pull.hint == "vllm-p2p":
+        route.hint = SourceHint(workers[pull.source] if pull is not None else None, plan.body is not None)
+    return route
 
 
 def leave_out(
