@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from policies.base import Tier
 from policies.chunks import ChunkHasher
@@ -95,6 +95,21 @@ class Hit:
 _NO_HIT: Final = Hit()
 
 
+class LastUse(NamedTuple):
+    """What is known of a request as it lets go of its blocks.
+
+    Attributes:
+        pin_until: until when they had better stay.
+        slo_deficit: by how much its TTFT missed the goal, in goals; 0 where it did not.
+    """
+
+    pin_until: float = 0.0
+    slo_deficit: float = 0.0
+
+
+PLAIN_USE: Final = LastUse()
+
+
 class FreeQueue(Protocol):
     """The blocks that no request uses, in the order in which they are to be taken.
 
@@ -112,8 +127,8 @@ class FreeQueue(Protocol):
     def empty(self, block: int) -> None:
         """A block that holds nothing is free."""
 
-    def idle(self, blocks: Sequence[int], pin_until: float) -> None:
-        """Cached blocks of one sequence, tail first, are used no more; spare them until ``pin_until`` if possible."""
+    def idle(self, blocks: Sequence[int], last_use: LastUse) -> None:
+        """Cached blocks of one sequence, tail first, are used no more."""
 
     def reuse(self, block: int) -> None:
         """A cached block is in use again."""
@@ -145,8 +160,8 @@ class LruQueue:
         self._blocks[block] = None
         self._blocks.move_to_end(block, last=False)
 
-    def idle(self, blocks: Sequence[int], pin_until: float) -> None:
-        """Take these after all others; pins are not known here."""
+    def idle(self, blocks: Sequence[int], last_use: LastUse) -> None:
+        """Take these after all others."""
         self._blocks.update(dict.fromkeys(blocks))
 
     def reuse(self, block: int) -> None:
@@ -299,12 +314,12 @@ class BlockCache:
         """Announce again the first ``last`` blocks of a sequence, which are in HBM; nothing is held twice by it."""
         self._events.append(self._stored(chain, 0, last, Tier.HBM))
 
-    def release(self, blocks: Sequence[int], pin_until: float = 0.0) -> None:
+    def release(self, blocks: Sequence[int], last_use: LastUse = PLAIN_USE) -> None:
         """Stop using the blocks of a request: cached ones join the queue tail first, others go to its head.
 
         Args:
             blocks: all of them, in order.
-            pin_until: until when the cached ones had better stay, for queues that know of pins.
+            last_use: what queues other than least recently used may look at.
         """
         users, hash_of = self._users, self._hash_of
         idle: list[int] = []
@@ -313,7 +328,7 @@ class BlockCache:
             users[block] -= 1
             if not users[block]:
                 (empty if hash_of[block] is None else idle).append(block)
-        self.free.idle(idle, pin_until)
+        self.free.idle(idle, last_use)
         for block in reversed(empty):
             self.free.empty(block)
         if self.host.capacity:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from math import log2
+from math import inf, log2
 
-from sim.cache import FreeQueue, LruQueue
+from sim.cache import FreeQueue, LastUse, LruQueue
 from sim.fleet import EvictionSettings
 from sim.profiles import Profile
 
@@ -61,14 +61,14 @@ class RadixQueue:
         """Take this block before any other."""
         self._common.empty(block)
 
-    def idle(self, blocks: Sequence[int], pin_until: float) -> None:
+    def idle(self, blocks: Sequence[int], last_use: LastUse) -> None:
         """Take these after all others of their kind."""
         for block in blocks:
             self._uses[block] += 1
             if self._uses[block] >= self._pin_uses:
                 self._pinned[block] = None
             else:
-                self._common.idle((block,), pin_until)
+                self._common.idle((block,), last_use)
 
     def reuse(self, block: int) -> None:
         """Leave this one alone."""
@@ -118,7 +118,7 @@ class SalienceQueue:
         """Take this block before any other."""
         self._empty.append(block)
 
-    def idle(self, blocks: Sequence[int], pin_until: float) -> None:
+    def idle(self, blocks: Sequence[int], last_use: LastUse) -> None:
         """Take these after all others of their kind."""
         for block in blocks:
             (self._heads if self._position[block] < self._sinks else self._middle)[block] = self.now
@@ -140,12 +140,13 @@ class SalienceQueue:
 
 
 class CostQueue:
-    """Lowest score first: ``Φ = ω1·recency + ω2·uses + ω3·T_recompute/M``.
+    """Lowest score first: ``Φ = ω1·recency + ω2·uses + ω3·T_recompute/M − ω4·SLO_deficit``.
 
     Recency is the time of the last use in units of ``recency_s``: between two blocks the difference of their ages
     counts, whenever they are compared, so that a score holds until a block is used again. Uses count as log2(1 + uses),
     T_recompute/M as milliseconds of prefill per token, which grow with the position of the block by the attention over
-    all before it. The score's usual last term, ``−ω4·SLO_deficit``, is left out: simulated requests have no goals.
+    all before it. SLO_deficit is by how much the TTFT of the last use missed its goal, in goals: where not all can be
+    served in time, those that are late already give way to those that are not.
 
     Args:
         blocks: all of them, empty.
@@ -182,15 +183,15 @@ class CostQueue:
         """Take this block before any other."""
         self._empty.append(block)
 
-    def idle(self, blocks: Sequence[int], pin_until: float) -> None:
+    def idle(self, blocks: Sequence[int], last_use: LastUse) -> None:
         """Score these; no block scores less than one that continues it, now or when that was used last."""
         settings = self._settings
-        recency = settings.recency_weight * self.now / settings.recency_s
-        least = 0.0
+        last = settings.recency_weight * self.now / settings.recency_s - settings.slo_weight * last_use.slo_deficit
+        least = -inf
         for block in blocks:
             uses = self._uses[block] = self._uses[block] + 1
-            score = recency + settings.reuse_weight * log2(1 + uses) + self._worth[block]
-            least = self._score[block] = max(score, least, self._score.get(block, 0.0))
+            score = last + settings.reuse_weight * log2(1 + uses) + self._worth[block]
+            least = self._score[block] = max(score, least, self._score.get(block, -inf))
             self._releases += 1
             self._release_of[block] = self._releases
             heappush(self._heap, (least, self._releases, block))
@@ -228,7 +229,7 @@ class PinningQueue:
     def __init__(self, others: FreeQueue, most: int) -> None:
         self._others = others
         self._most = most
-        self._pinned: OrderedDict[int, float] = OrderedDict()  # in the order in which the pins end
+        self._pinned: OrderedDict[int, LastUse] = OrderedDict()  # in the order in which the pins end
 
     @property
     def now(self) -> float:
@@ -250,13 +251,13 @@ class PinningQueue:
         """Pass it on."""
         self._others.empty(block)
 
-    def idle(self, blocks: Sequence[int], pin_until: float) -> None:
+    def idle(self, blocks: Sequence[int], last_use: LastUse) -> None:
         """Pin these, or pass them on."""
         self._expire()
-        if pin_until <= self.now:
-            self._others.idle(blocks, pin_until)
+        if last_use.pin_until <= self.now:
+            self._others.idle(blocks, last_use)
             return
-        self._pinned.update(dict.fromkeys(blocks, pin_until))
+        self._pinned.update(dict.fromkeys(blocks, last_use))
         while len(self._pinned) > self._most:
             self._unpin()
 
@@ -273,13 +274,13 @@ class PinningQueue:
         return self._others.take(count)
 
     def _expire(self) -> None:
-        while self._pinned and next(iter(self._pinned.values())) <= self.now:
+        while self._pinned and next(iter(self._pinned.values())).pin_until <= self.now:
             self._unpin()
 
     def _unpin(self) -> None:
         """Give up what was pinned together: it was handed over tail first, and is handed on so."""
-        block, until = self._pinned.popitem(last=False)
+        block, last_use = self._pinned.popitem(last=False)
         together = [block]
-        while self._pinned and next(iter(self._pinned.values())) == until:
+        while self._pinned and next(iter(self._pinned.values())) is last_use:
             together.append(self._pinned.popitem(last=False)[0])
-        self._others.idle(together, until)
+        self._others.idle(together, last_use)

@@ -33,6 +33,7 @@ class Job:
         ready_at: when its reload from below HBM ends.
         received: its KV but for the last token was computed elsewhere, and comes with it.
         pin_s: seconds for which its blocks had better stay once it is done.
+        arrived_at: when it reached the gateway.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Job:
     ready_at: float = 0.0
     received: bool = False
     pin_s: float = 0.0
+    arrived_at: float = 0.0
 
     def count_hits(self, in_hbm: int, held: int, runs: Sequence[tuple[Tier, int]], block_tokens: int) -> None:
         """Note where its first ``held`` tokens were found: ``in_hbm`` of them there, then blocks of lower tiers."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.cache import BlockCache, BlockChain, BlockRemoved, FreeQueue
+from sim.cache import PLAIN_USE, BlockCache, BlockChain, BlockRemoved, FreeQueue, LastUse
 from sim.eviction import make_queue
 from sim.fleet import EVICTIONS, EvictionSettings
 from sim.profiles import find_profile
@@ -24,14 +24,14 @@ def queue_of(rule: str, **fields: float) -> FreeQueue:
     return make_queue(rule_settings, PROFILE, BLOCKS + 1, SIZE)
 
 
-def serve(cache: BlockCache, chain: list[int], pin_until: float = 0.0) -> int:
+def serve(cache: BlockCache, chain: list[int], last_use: LastUse = PLAIN_USE) -> int:
     """Run one request over whole blocks from beginning to end; return how many blocks it found."""
     blocks = BlockChain(chain)
     hit = cache.lookup(blocks, len(chain))
     held = cache.allocate(len(chain) - len(hit), hit)
     if len(hit) < len(chain):
         cache.commit(blocks, held, len(hit), len(chain))
-    cache.release(held, pin_until)
+    cache.release(held, last_use)
     return len(hit)
 
 
@@ -42,14 +42,14 @@ chains = st.lists(st.integers(1, 2), min_size=1, max_size=6).map(
 
 
 @pytest.mark.parametrize("rule", EVICTIONS)
-@given(served=st.lists(st.tuples(chains, st.floats(0, 2)), min_size=1, max_size=40))
+@given(served=st.lists(st.tuples(chains, st.floats(0, 2), st.floats(0, 100)), min_size=1, max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_no_block_goes_before_those_that_continue_it(rule, served):
     cache = BlockCache(BLOCKS + 1, SIZE, free=queue_of(rule))
     known: set[int] = set()
-    for chain, seconds in served:
+    for chain, seconds, slo_deficit in served:
         cache.free.now += seconds
-        assert serve(cache, chain) == len(list(takewhile(known.__contains__, chain)))
+        assert serve(cache, chain, LastUse(slo_deficit=slo_deficit)) == len(list(takewhile(known.__contains__, chain)))
         known.update(chain)
         for event in cache.take_events():
             if isinstance(event, BlockRemoved):
@@ -76,10 +76,10 @@ def test_least_recently_used_is_what_it_says(served):
         assert all(block in cache for block in naive)
 
 
-def filled(queue: FreeQueue, chain: list[int], uses: int = 1, pin_until: float = 0.0) -> BlockCache:
+def filled(queue: FreeQueue, chain: list[int], uses: int = 1, last_use: LastUse = PLAIN_USE) -> BlockCache:
     cache = BlockCache(BLOCKS + 1, SIZE, free=queue)
     for _ in range(uses):
-        serve(cache, chain, pin_until)
+        serve(cache, chain, last_use)
     return cache
 
 
@@ -114,6 +114,13 @@ def test_what_is_dear_to_recompute_outlives_what_is_cheap():
     assert all(block in cache for block in dear)
 
 
+def test_what_was_answered_too_late_goes_before_what_was_not():
+    cache = filled(queue_of("cost"), [1, 11, 111])
+    serve(cache, [2, 21, 211], LastUse(slo_deficit=3.0))
+    push(cache, BLOCKS - 3)
+    assert [block in cache for block in (1, 11, 111, 2, 21, 211)] == [True] * 3 + [False] * 3
+
+
 def test_recency_wins_in_the_end():
     cache = filled(queue_of("cost", recency_s=1.0), [1, 11, 111], uses=4)
     cache.free.now = 100.0
@@ -124,7 +131,7 @@ def test_recency_wins_in_the_end():
 @pytest.mark.parametrize("rule", EVICTIONS)
 def test_a_conversation_that_waits_for_a_tool_is_spared_until_its_time_is_up(rule):
     chain = [1, 11, 111]
-    cache = filled(queue_of(rule, tool_ttl_s=10.0), chain, pin_until=10.0)
+    cache = filled(queue_of(rule, tool_ttl_s=10.0), chain, last_use=LastUse(pin_until=10.0))
     push(cache, 5 * BLOCKS)
     assert all(block in cache for block in chain)
     cache.free.now = 60.0
@@ -135,7 +142,9 @@ def test_a_conversation_that_waits_for_a_tool_is_spared_until_its_time_is_up(rul
 
 
 def test_pins_give_way_when_nothing_else_is_left():
-    cache = filled(queue_of("lru", tool_ttl_s=10.0, tool_share=1.0), list(range(BLOCKS)), pin_until=10.0)
+    cache = filled(
+        queue_of("lru", tool_ttl_s=10.0, tool_share=1.0), list(range(BLOCKS)), last_use=LastUse(pin_until=10.0)
+    )
     assert serve(cache, [1000, 1001]) == 0
     assert 0 in cache
     assert BLOCKS - 1 not in cache

@@ -13,7 +13,7 @@ import pytest
 from gateway.config import Config
 from policies.base import PolicyError, Tier
 from sim.engine import simulate
-from sim.fleet import FleetSettings, GatewaySettings
+from sim.fleet import EvictionSettings, FleetSettings, GatewaySettings
 from sim.profiles import PROFILES, find_profile
 from sim.requests import SimRequest, Trace
 from sim.results import SimResult
@@ -162,6 +162,21 @@ def test_held_requests_are_prefilled_least_work_first():
         by_order[order] = [name for _, name in sorted(zip(result.finish_s, lengths, strict=True))]
     assert by_order["fifo"] == ["first", "long", "short", "middle"]
     assert by_order["least-work"] == ["first", "short", "middle", "long"]
+
+
+def test_conversations_that_are_answered_in_time_keep_their_cache_where_there_is_a_goal():
+    punctual, late, other = (range(first, first + 20) for first in (0, 100, 200))
+    prompts = ((0.0, punctual), (0.001, late), (10.0, other), (20.0, punctual))
+    trace = Trace([SimRequest(at, chunks, 20 * BLOCK, 1) for at, chunks in prompts], BLOCK)
+    [[*_, without], [*_, with_goal]] = (
+        simulate(
+            trace,
+            fleet(1, 50 * BLOCK, eviction=EvictionSettings(rule="cost", ttft_goal_s=goal_s)),
+            "round-robin",
+        ).hit_tokens.sum(1)
+        for goal_s in (inf, 1.5 * PROFILES["llama-3.1-8b/h100/1"].ttft_s(20 * BLOCK))
+    )
+    assert without < with_goal == 20 * BLOCK - 16
 
 
 def test_tokenizing_comes_before_everything_else():
