@@ -23,6 +23,7 @@ from redis.exceptions import (
     ClusterError,
     MovedError,
     NoPermissionError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TryAgainError,
@@ -35,8 +36,11 @@ from gateway.index.redis_address import Place, parse_url
 from gateway.index.redis_link import Address, Link, open_link
 from gateway.index.redis_tls import SentinelTlsConnection, TlsConnection, trust_cluster, trust_one
 
-UNREACHABLE: Final = (RedisError, OSError, TimeoutError)
-"""What every command may raise. It may have been carried out all the same."""
+UNREACHABLE: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
+"""What every command may raise. It may have been carried out all the same.
+
+``RedisClusterException``, which is no ``RedisError``, says that no node of a cluster answers, or that none has a key.
+"""
 
 TIMED_OUT: Final = (RedisTimeoutError, TimeoutError)
 """Those of them that say that a server was silent."""

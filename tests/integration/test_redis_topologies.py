@@ -210,6 +210,22 @@ async def tls_in_front_of(valkey: Valkey, context: ssl.SSLContext) -> AsyncItera
         server.close()
 
 
+async def test_a_cluster_of_which_no_node_answers_is_found_as_soon_as_one_does() -> None:
+    node = Valkey(**{"cluster-enabled": "yes", "cluster-port": free_port()})
+    async with two_indexes(f"redis+cluster://127.0.0.1:{node.port}") as (one, other):
+        slot, _ = await asyncio.gather(one.acquire_slot("a"), other.acquire_slot("b"))
+        assert slot >= FIRST_PRIVATE_SLOT
+        await one.store(slot, prompt(40), Tier.HBM)
+        with node, redis.Redis.from_url(node.url) as admin:
+            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            await until(lambda: one.number(slot) >= 0)
+
+            async def is_seen() -> bool:
+                return await hits(other, prompt(40), [one.number(slot)]) == [40]
+
+            await until(is_seen)
+
+
 class Certificates:
     """A CA, the certificate of a server that checks those of its clients, and a client's, as files."""
 
