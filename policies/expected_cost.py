@@ -38,7 +38,7 @@ from policies.base import (
     register,
 )
 from policies.cost import prefill_seconds, reload_seconds
-from policies.pull import PullLinks
+from policies.pull import Pull, PullLinks
 from policies.ring import ring_for, ring_of
 from policies.traffic import Traffic
 
@@ -142,7 +142,9 @@ class ExpectedCost:
         row, reason = self._choose(terms, over, start, fleet)
 
         hit, work_s = int(hits[row]), float(terms.work[row])
-        pull = None if fleet.pulls is None else fleet.pulls.best(fleet, row, hit, residency)
+        pull: Pull | None = None
+        if fleet.pulls is not None and saved is not None and (saved[row] or charged is not hits):
+            pull = fleet.pulls.best(fleet, row, hit, residency)
         if charged is not hits:
             a, b, c = fleet.state[A : C + 1, row].tolist()
             granted = float(charged[row])

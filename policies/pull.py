@@ -11,7 +11,7 @@ What lies in a remote pool is no worker's to give: all that share the pool read 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, cast
 
 import numpy as np
@@ -51,6 +51,10 @@ class PullLinks:
     group: Ints
     s_per_token: Floats
     latency_s: Floats
+    _one_group: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_one_group", bool((self.group == 0).all()))
 
     def take(self, rows: Ints) -> PullLinks:
         """Return the links restricted to ``rows``."""
@@ -64,13 +68,11 @@ class PullLinks:
             held: tokens that each is taken to hold, ``[n]``.
             residency: what they have to give.
         """
-        best = np.zeros(len(self.group) + 1, np.int64)  # the last one is that of NO_GROUP
-        np.maximum.at(best, self.group, residency.hit_tokens - residency.by_tier[:, Tier.REMOTE])
-        best[NO_GROUP] = 0
-        reach = best[self.group]
-        b, c = fleet.state[_B : _C + 1]
-        saved = (reach - held) * (b + (reach + held) * (0.5 * c) - self.s_per_token) - self.latency_s
-        return cast("Floats", np.maximum(saved, 0.0) * (reach > held))
+        reach = self._reach(_given(residency))
+        b, c = fleet.state[_B], fleet.state[_C]
+        tokens = np.maximum(reach - held, 0)
+        saved = tokens * (b + (reach + held) * (0.5 * c) - self.s_per_token) - self.latency_s
+        return cast("Floats", np.maximum(saved, 0.0))
 
     def best(self, fleet: FleetView, row: int, held: int, residency: Residency) -> Pull | None:
         """Return what one worker is to fetch, None where that does not pay.
@@ -83,15 +85,30 @@ class PullLinks:
             held: tokens that it holds.
             residency: what they have to give.
         """
-        group = self.group[row]
-        if group == NO_GROUP:
-            return None
-        given = np.where(self.group == group, residency.hit_tokens - residency.by_tier[:, Tier.REMOTE], 0)
+        given = _given(residency)
+        if not self._one_group:
+            if self.group[row] == NO_GROUP:
+                return None
+            given = np.where(self.group == self.group[row], given, 0)
         reach = int(given.max())
         b, c = fleet.state[_B : _C + 1, row].tolist()
         tokens = reach - held
         saved_s = tokens * (b + c * 0.5 * (reach + held) - float(self.s_per_token[row])) - float(self.latency_s[row])
         if tokens <= 0 or saved_s <= 0:
             return None
-        holders = np.flatnonzero(given == reach)
-        return Pull(int(holders[np.argmin(fleet.state[_RUNNING, holders])]), tokens, saved_s)
+        holders = (given == reach).nonzero()[0]
+        return Pull(int(holders[fleet.state[_RUNNING, holders].argmin()]), tokens, saved_s)
+
+    def _reach(self, given: Ints) -> Ints:
+        """Return the longest prefix that each worker could hold after fetching, ``[n]``, or one number for all."""
+        if self._one_group:
+            return cast("Ints", given.max())
+        longest = np.zeros(len(self.group) + 1, np.int64)  # the last one is that of NO_GROUP
+        np.maximum.at(longest, self.group, given)
+        longest[NO_GROUP] = 0
+        return longest[self.group]
+
+
+def _given(residency: Residency) -> Ints:
+    """Return the tokens that each worker has for others, ``[n]``."""
+    return residency.hit_tokens - residency.by_tier[:, Tier.REMOTE]

@@ -2,7 +2,8 @@
 
 The prompt has 512 chunks (128k tokens at 256 a chunk), and what every worker holds of it is given: all hold its first
 16, the system prompt. A *continued* conversation is held almost whole by one worker and half by another, a *new* one
-by nobody. Workers are loaded unevenly, and change a little from one decision to the next, as a ledger changes them.
+by nobody; *fetched* is a continued one where all workers can fetch from one another. Workers are loaded unevenly, and
+change a little from one decision to the next, as a ledger changes them.
 
 Everything runs in this process, pinned to one core. The best of the rounds is what counts: whatever else runs on the
 machine can only add to it. The median of all rounds stands beside it.
@@ -17,7 +18,7 @@ import platform
 import random
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -25,6 +26,9 @@ from rich.table import Table
 
 from policies.base import N_TIERS, FleetView, Residency, RoutingRequest, create_policy
 from policies.order import Held, Turnstile, create_order
+from policies.pull import PullLinks
+
+Case = Literal["continued", "fetched", "new"]
 
 CHUNKS = 512
 CHUNK_TOKENS = 256
@@ -38,6 +42,8 @@ HELD = 1000
 RELEASES = 200
 RELEASE_ROUNDS = 20
 PREFILL_S = (0.011, 58e-6, 1.05e-9)
+PULL_S = (8e-6, 0.026)
+CASES: tuple[Case, ...] = ("continued", "fetched", "new")
 DECISION_TARGETS_US = {64: 100.0, 1000: 400.0}
 RELEASE_TARGET_US = 20.0
 
@@ -49,7 +55,7 @@ def main(as_json: bool) -> None:
     console = Console(stderr=as_json, width=100)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     load = os.getloadavg()[0]
-    decisions = {(n, case): time_decisions(n, case == "continued") for n in FLEETS for case in ("continued", "new")}
+    decisions = {(n, case): time_decisions(n, case) for n in FLEETS for case in CASES}
     release = time_releases()
     console.print(table(decisions, release))
     met = targets(decisions, release)
@@ -61,12 +67,16 @@ def main(as_json: bool) -> None:
         print(json.dumps({"machine": machine, "decision": lines, "release": release, "targets": met}))
 
 
-def time_decisions(n_workers: int, continued: bool) -> Figures:
+def time_decisions(n_workers: int, case: Case) -> Figures:
     """Return the cost of a decision of ``expected-cost`` in µs: the best per situation, on average, and the median."""
     rng = np.random.default_rng(0)
     fleet = loaded_fleet(n_workers, rng)
+    if case == "fetched":
+        s_per_token, latency_s = PULL_S
+        every = np.ones(n_workers)
+        fleet.pulls = PullLinks(np.zeros(n_workers, np.int64), every * s_per_token, every * latency_s)
     policy = create_policy("expected-cost")
-    situations = [(chunks_of(number), tiers_of(n_workers, continued, rng)) for number in range(SITUATIONS)]
+    situations = [(chunks_of(number), tiers_of(n_workers, case != "new", rng)) for number in range(SITUATIONS)]
     times: list[list[float]] = [[] for _ in situations]
     now = 1000.0
     for _ in range(ROUNDS):
@@ -155,7 +165,7 @@ def given(tiers: np.ndarray[Any, np.dtype[np.int64]]) -> Residency:
 
 
 def targets(decisions: dict[tuple[int, str], Figures], release: Figures) -> dict[str, bool]:
-    """Return for each target whether it was met, by the dearer of the two kinds of conversation."""
+    """Return for each target whether it was met, by the dearest kind of conversation."""
     dearest = {n: max(figures["best_us"] for (size, _), figures in decisions.items() if size == n) for n in FLEETS}
     met = {f"decision_{limit:.0f}us_{n}_workers": dearest[n] <= limit for n, limit in DECISION_TARGETS_US.items()}
     return met | {f"release_{RELEASE_TARGET_US:.0f}us_{HELD}_held": release["best_us"] <= RELEASE_TARGET_US}

@@ -11,10 +11,10 @@ from tests.bench.policies_targets import OURS, best_baseline, gain, targets, wan
 
 
 @pytest.mark.parametrize("workers", policies_micro.FLEETS)
-@pytest.mark.parametrize("continued", [True, False])
-def test_decisions_are_timed(monkeypatch, workers, continued):
+@pytest.mark.parametrize("case", policies_micro.CASES)
+def test_decisions_are_timed(monkeypatch, workers, case):
     monkeypatch.setattr(policies_micro, "ROUNDS", 1)
-    figures = policies_micro.time_decisions(workers, continued)
+    figures = policies_micro.time_decisions(workers, case)
     assert figures["best_us"] > 0
     assert figures["median_us"] > 0
 
@@ -25,7 +25,7 @@ def test_releases_are_timed_with_so_many_held(monkeypatch):
 
 
 def test_a_target_is_met_when_the_dearer_kind_of_conversation_meets_it():
-    decisions = {(n, case): {"best_us": 90.0} for n in policies_micro.FLEETS for case in ("continued", "new")}
+    decisions = {(n, case): {"best_us": 90.0} for n in policies_micro.FLEETS for case in policies_micro.CASES}
     release = {"best_us": 3.0}
     assert all(policies_micro.targets(decisions, release).values())
     decisions[64, "new"]["best_us"] = 101.0
