@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from gateway.admin.explain import explain
 from gateway.admin.policy import add_policy_paths
 from gateway.admin.public import install_error_handlers
+from gateway.admin.recorder import add_recorder_paths
 from gateway.errors import BadRequest, NotFound
 from gateway.events.lmcache import BadDirectoryEvents
 from gateway.fleet.registry import State, Worker
@@ -26,6 +27,7 @@ def admin_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="kvway admin", docs_url="/docs", redoc_url=None)
     install_error_handlers(app)
     add_policy_paths(app, gateway)
+    add_recorder_paths(app, gateway)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from time import monotonic
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
@@ -80,6 +80,7 @@ class Recorder:
         chunk_tokens: tokens per chunk of the recorded prompts.
 
     Attributes:
+        recording: whether requests are taken; may be switched while they run.
         written: requests that are in a file.
         dropped: requests that are not: too many were waiting, or the disk refused them.
     """
@@ -96,17 +97,28 @@ class Recorder:
         self._file: BinaryIO | None = None
         self._number = 0
         self._refused = False
+        self.recording = True
         self.written = 0
         self.dropped = 0
 
     def record(self, record: RequestRecord) -> None:
         """Take a request that is over; it is not changed any more. Those without a prompt are left out."""
-        if record.request is None:
+        if record.request is None or not self.recording:
             return
         if len(self._waiting) >= self._config.queue:
             self.dropped += 1
         else:
             self._waiting.append(record)
+
+    def describe(self) -> dict[str, Any]:
+        """Return whether it records, the file being written, and how many requests are in files, waiting and lost."""
+        return {
+            "recording": self.recording,
+            "file": None if self._file is None else self._file.name,
+            "written": self.written,
+            "waiting": len(self._waiting),
+            "dropped": self.dropped,
+        }
 
     def expose(self, observer: Observer) -> None:
         """Expose the counters."""

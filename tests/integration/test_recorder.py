@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -49,6 +50,43 @@ async def test_recorded_traffic_can_be_simulated(tmp_path: Path) -> None:
     # All of a turn but its new text is found in the cache, to the block.
     assert result.hit_tokens[1].sum() == len(first) * 32
     assert result.hit_tokens[2].sum() == len(second) * 32
+
+
+async def test_recording_is_seen_and_switched_on_the_admin_port(tmp_path: Path) -> None:
+    recorder = {"directory": str(tmp_path), "flush_s": 0.02}
+    async with fleet(1, recorder=recorder) as gateway, httpx.AsyncClient(timeout=30) as client:
+        inference, admin = (f"http://127.0.0.1:{port}" for port in (gateway.port, gateway.admin_port))
+
+        async def described() -> dict[str, Any]:
+            return (await client.get(f"{admin}/admin/recorder")).raise_for_status().json()
+
+        async def written() -> bool:
+            return bool((await described())["written"])
+
+        async def switched(recording: Any) -> httpx.Response:
+            return await client.put(f"{admin}/admin/recorder", json={"recording": recording})
+
+        body = {"model": MODEL, "prompt": STORY, "max_tokens": 1}
+        assert (await switched(False)).json()["recording"] is False
+        (await client.post(f"{inference}/v1/completions", json=body)).raise_for_status()
+        assert (await switched(True)).json()["recording"] is True
+        (await client.post(f"{inference}/v1/completions", json=body)).raise_for_status()
+        await until(written)
+        [file] = tmp_path.iterdir()
+        assert await described() == {
+            "recording": True, "file": str(file), "written": 1, "waiting": 0, "dropped": 0
+        }  # fmt: skip
+        refused = await switched("sometimes")
+        assert refused.status_code == 400
+        assert "recording" in refused.json()["error"]["message"]
+
+
+async def test_without_a_directory_nothing_is_recorded_and_cannot_be() -> None:
+    async with fleet(1) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.admin_port}") as admin:
+        assert (await admin.get("/admin/recorder")).json()["recording"] is False
+        refused = await admin.put("/admin/recorder", json={"recording": True})
+        assert refused.status_code == 400
+        assert "recorder.directory" in refused.json()["error"]["message"]
 
 
 @pytest.mark.slow
