@@ -11,6 +11,7 @@ from typing import Final
 
 from gateway.admin.admin import admin_app
 from gateway.admin.public import public_app
+from gateway.caches.control import CacheControl
 from gateway.config import Config
 from gateway.events.feeds import EventFeeds
 from gateway.fleet.discovery.discovery import Discovery
@@ -118,6 +119,7 @@ class Gateway:
         if seen is not None:
             self.replicator = Replicator(replication, self.services, self.hasher, seen, self.sharing)
             self.replicator.expose(self.observer)
+        self.caches = CacheControl(config.cache_control, self.services, self.feeds, self.hasher)
         server = config.server
         self._public = Server(
             public_app(self), server.host, server.port, server, make_protocol(self.services), reuse_port
@@ -186,7 +188,7 @@ class Gateway:
         upstream = self.services.upstream
         fleet = (self.replicator, self.discovery, self.drift, self.scraper, self.models, self.health)
         known = (self.sharing, self.feeds, upstream, self.prompts, self.index)
-        for part in (*fleet, *known, self.recorder):
+        for part in (self.caches, *fleet, *known, self.recorder):
             if part is not None:
                 await part.close()
 

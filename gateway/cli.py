@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from gateway import __version__
+from gateway.cache_commands import ADMIN_URL, AdminOption, cache_app
 from sim.commands import sim_app
 from sim.load.commands import load
 from sim.plan_commands import plan_app
@@ -23,14 +24,13 @@ app = typer.Typer(
 
 app.add_typer(sim_app, name="sim")
 app.add_typer(plan_app, name="plan")
+app.add_typer(cache_app, name="cache")
 app.command()(load)
 
 ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", "-c", envvar="KVWAY_CONFIG", help="kvway.yaml; without it, defaults and KVWAY_*"),
 ]
-AdminOption = Annotated[str, typer.Option("--admin", help="admin address of the running gateway")]
-ADMIN_URL = "http://127.0.0.1:8001"
 
 
 def _fail(message: str) -> NoReturn:

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from gateway.config_sections import OnDisk, Port, Seconds, Section
 from gateway.config_source import describe_mistakes, overlay_environment, read_yaml
+from gateway.config_workers import CacheControlConfig as CacheControlConfig
 from gateway.config_workers import DisaggregationConfig, DiscoveryConfig, Workers
 from gateway.config_workers import KvEventsConfig as KvEventsConfig
 from gateway.config_workers import PrefillConfig as PrefillConfig
@@ -326,6 +327,7 @@ class Config(Section):
     dispatch: DispatchConfig = Field(default_factory=DispatchConfig)
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     replication: ReplicationConfig = ReplicationConfig()
+    cache_control: CacheControlConfig = CacheControlConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
     retries: RetryConfig = RetryConfig()
     resumption: ResumptionConfig = ResumptionConfig()

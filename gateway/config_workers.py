@@ -103,6 +103,23 @@ class ReplicationConfig(Section):
     max_bytes: int = Field(64 * 2**20, ge=2**16, description="memory for the prompts that warm-ups are made of")
 
 
+class CacheControlConfig(Section):
+    """What `kvway cache` may do; see docs/cache-control.md."""
+
+    coordinator: str | None = Field(
+        None,
+        pattern=r"^https?://[^/?#@\s]+/?$",
+        description="URL of LMCache's coordinator, http://host:9300; the `--instance-id` of an LMCache server is the "
+        "name of the worker it serves",
+    )
+    world_size: int = Field(
+        1, ge=1, le=255, description="ranks of each engine before LMCache, tensor times pipeline parallel: in its keys"
+    )
+    warm_up_tokens_per_min: int = Field(
+        1_000_000, ge=0, description="uncached tokens that prefetches may make workers compute; 0: none"
+    )
+
+
 class PullConfig(Section):
     """Prefixes that engines fetch from other workers instead of computing them; see docs/disaggregation.md."""
 

@@ -7,6 +7,7 @@
     │   └── NotFound          404
     │       └── UnknownModel
     ├── NoWorker              503  with Retry-After
+    ├── NotPossible           501  what is asked for, no backend here can do
     └── UpstreamError         502  the worker failed before its first byte
         └── UpstreamTimeout   504
     ConfigError               —    start-up only: printed as one message, exit code 2
@@ -85,6 +86,14 @@ class NoWorker(GatewayError):
     status = 503
     type = "service_unavailable_error"
     code = "no_worker"
+
+
+class NotPossible(GatewayError):
+    """501: neither the engines nor what stands beside them can do this; the message says who would have to."""
+
+    status = 501
+    type = "not_possible_error"
+    code = "not_possible"
 
 
 class Saturated(GatewayError):

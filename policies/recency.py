@@ -36,6 +36,11 @@ class PrefixLru(Generic[Chunk]):
         self._entries: OrderedDict[Chunk | _Nameless, Chunk | None] = OrderedDict()  # → the chain's first chunk
         self._tokens = 0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that it holds, those that can be named by nobody included."""
+        return self._tokens
+
     def ended(
         self, chunks: Sequence[Chunk], other_tokens: int, capacity_tokens: int, running: Set[Chunk] = frozenset()
     ) -> tuple[list[Chunk], list[tuple[Chunk, Chunk]]]:

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from gateway.admin.cache import add_cache_paths
 from gateway.admin.explain import explain
 from gateway.admin.policy import add_policy_paths
 from gateway.admin.public import install_error_handlers
@@ -28,6 +29,7 @@ def admin_app(gateway: Gateway) -> FastAPI:
     install_error_handlers(app)
     add_policy_paths(app, gateway)
     add_recorder_paths(app, gateway)
+    add_cache_paths(app, gateway)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -32,9 +32,7 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
     Raises:
         GatewayError: the request would be refused.
     """
-    path = path or ("/v1/chat/completions" if b'"messages"' in body else "/v1/completions")
-    if path not in PROMPT_PATHS:
-        raise BadRequest(f"Requests to {path} go to the least loaded worker; there is nothing to explain.")
+    path = prompt_path(path, body)
     plan = await make_plan(services, b"POST", path, body, counts=False)
     assert plan.request is not None and plan.model is not None and plan.policy is not None
     candidates, residency = await find_residency(services, plan.model, plan.request)
@@ -59,6 +57,18 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
         "predicted_ttft_s": decision.predicted_ttft,
         "candidates": rows,
     }
+
+
+def prompt_path(path: str, body: bytes) -> str:
+    """Return a request's path; an empty one is found from the body, an OpenAI chat or completion.
+
+    Raises:
+        BadRequest: requests to it have no prompt.
+    """
+    path = path or ("/v1/chat/completions" if b'"messages"' in body else "/v1/completions")
+    if path not in PROMPT_PATHS:
+        raise BadRequest(f"Requests to {path} go to the least loaded worker; there is nothing to explain.")
+    return path
 
 
 def print_explanation(explanation: dict[str, Any], console: Console) -> None:

@@ -115,6 +115,10 @@ class Assembler:
         """Whether the engine has ever said that its remote tier dropped something."""
         return Tier.REMOTE not in self._young
 
+    def held(self, tier: Tier) -> int:
+        """Return how many chunks a tier holds."""
+        return len(self._holdings[tier])
+
     def apply(self, events: Iterable[Event], keyed: bool = False) -> None:
         """Follow the engine's cache through ``events``.
 

@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Final
 
 import zmq
 import zmq.asyncio
 
-from gateway.events.assembler import Assembler, Changes
-from gateway.events.decode import BadFrames, Cleared, Event, Removed, Stored, decode_batch
-from gateway.events.lmcache import LOWER_TIERS, DirectoryBatch, decode_directory
-from gateway.events.subscriber import SILENCE_S, FeedStats, Subscriber
-from gateway.fleet.registry import NO_SLOT, Registry, Worker
+from gateway.events.feed import Feed, FeedContext
+from gateway.events.lmcache import decode_directory
+from gateway.events.subscriber import SILENCE_S, FeedStats
+from gateway.fleet.registry import Registry, Worker
 from gateway.index.base import ChunkIndex
 from gateway.index.pools import SharedPools
-from gateway.tasks import spawn, stop
+from gateway.tasks import spawn
 from policies.base import Tier
 from policies.chunks import ChunkHasher
 
-log = logging.getLogger("kvway.events")
-
 _MAX_SOCKETS: Final = 16_384
-_MODEL_CHECK_S: Final = 0.5  # how often a worker's base model is compared with the one its chunks are hashed under
-_RETRY_S: Final = 1.0
-REFILL_S: Final = 120.0
-"""How long after a start with a possibly incomplete replay requests may ask for reports."""
-
-_LATE_REPORTS_S: Final = 60.0  # a report comes when its request leaves the engine's queue
-_AGE_S: Final = 1800.0  # what a tier stores and never removes is believed for once to twice this long
-
-
-@dataclass(slots=True, frozen=True)
-class _Shared:
-    """What all feeds use."""
-
-    registry: Registry
-    index: ChunkIndex
-    hasher: ChunkHasher
-    context: zmq.asyncio.Context
-    silence_s: float
-    on_slot: Callable[[], None] | None
-    on_taken: Callable[[int], None] | None
-    refills: bool
-    pools: SharedPools
 
 
 class EventFeeds:
@@ -83,9 +55,9 @@ class EventFeeds:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self.pools = SharedPools(index)
-        self._shared = _Shared(registry, index, hasher, context, silence_s, on_slot, on_taken, refills, self.pools)
+        self._shared = FeedContext(registry, index, hasher, context, silence_s, on_slot, on_taken, refills, self.pools)
         self._follow_all = follow_all
-        self._feeds: dict[Worker, _Feed] = {}
+        self._feeds: dict[Worker, Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -100,6 +72,14 @@ class EventFeeds:
         if feed is None or worker.config.kv_events is None:
             return None
         return asdict(feed.stats) | {"known_blocks": feed.known_blocks, "orphan_blocks": feed.orphan_blocks}
+
+    def held(self, worker: Worker) -> dict[Tier, tuple[int, float | None]] | None:
+        """Return a worker's chunks by tier, and how old they become there: a median in seconds, None if none went.
+
+        None if it publishes no events, or another replica follows them.
+        """
+        feed = self._feeds.get(worker)
+        return None if feed is None else feed.held()
 
     async def start(self) -> None:
         """Follow the workers that are there, and those that join later."""
@@ -120,6 +100,30 @@ class EventFeeds:
         """A worker's process is another one: give it a new slot. Restarts that its events show need no such call."""
         if (feed := self._feeds.get(worker)) is not None:
             feed.begin_anew()
+
+    def clears(self, worker: Worker) -> int:
+        """Return how often a worker's cache was emptied, to compare with later."""
+        feed = self._feeds.get(worker)
+        return 0 if feed is None else feed.clears
+
+    async def cleared(self, worker: Worker, clears: int) -> bool:
+        """A worker's engine has emptied its cache at our request: what it announced before is void.
+
+        Its events will say so, too; but engines send them with their next step, which may be long in coming.
+
+        Args:
+            worker: whose.
+            clears: what ``clears`` returned before the request.
+
+        Returns:
+            False if its events are not followed here.
+        """
+        feed = self._feeds.get(worker)
+        if feed is None:
+            return False
+        if feed.clears == clears:
+            await feed.cleared()
+        return True
 
     async def take_directory(self, body: bytes) -> dict[str, int]:
         """Take in what LMCache's servers tell their coordinator: of each worker that has an instance's name.
@@ -154,7 +158,7 @@ class EventFeeds:
         A slot that it has from another replica goes on answering until the new one has caught up by replay.
         """
         if worker not in self._feeds and not self._closed:
-            self._feeds[worker] = _Feed(worker, self._shared)
+            self._feeds[worker] = Feed(worker, self._shared)
 
     async def unfollow(self, worker: Worker) -> int:
         """Stop following a worker and return the slot it has here. The caller releases it when another one answers."""
@@ -176,231 +180,3 @@ class EventFeeds:
             closing = spawn(feed.close(), f"close events of {worker.name}")
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
-
-
-class _Feed:
-    """One worker: its slot, and the events that fill it. It is the sink of the worker's subscriber."""
-
-    def __init__(self, worker: Worker, shared: _Shared) -> None:
-        self.slot = NO_SLOT  # the worker has it once it has caught up
-        self.stats = FeedStats()
-        self._worker = worker
-        self._registry = shared.registry
-        self._index = shared.index
-        self._hasher = shared.hasher
-        self._context = shared.context
-        self._silence_s = shared.silence_s
-        self._on_slot = shared.on_slot
-        self._on_taken = shared.on_taken
-        self._refills = shared.refills
-        self._pool = shared.pools.named(worker.config.pool)
-        self._pooled = {Tier[name.upper()] for name in worker.config.pool_tiers} - {Tier.REMOTE}
-        self._reports_until = 0.0
-        self._assembler: Assembler | None = None
-        self._directory: tuple[int | str | None, int] = (None, 0)  # life and last batch of its LMCache server
-        self._age_at = time.monotonic() + _AGE_S
-        self._anew = asyncio.Event()
-        self._task = spawn(self._run(), f"events of {worker.name}")
-
-    @property
-    def known_blocks(self) -> int:
-        """Blocks that the worker has announced and not removed, and those that link them to their beginnings."""
-        return 0 if self._assembler is None else len(self._assembler)
-
-    @property
-    def orphan_blocks(self) -> int:
-        """Known blocks whose parent is not known."""
-        return 0 if self._assembler is None else self._assembler.orphans
-
-    def begin_anew(self) -> None:
-        """Start over with a new slot and an empty picture of the worker's cache."""
-        self._anew.set()
-
-    async def stop(self) -> None:
-        """Stop listening."""
-        await stop(self._task)
-
-    async def close(self) -> None:
-        """Stop listening, and give the slot back."""
-        await self.stop()
-        await self._leave_slot()
-
-    async def caught_up(self) -> None:
-        """What the engine's buffer has is taken in."""
-        self._show(self.slot)
-
-    async def take(self, payloads: list[bytes]) -> None:
-        """Take in batches that follow on those before."""
-        assembler = self._current()
-        assembler.counts_copies = time.monotonic() >= self._reports_until
-        for payload in payloads:
-            assembler.apply(self._decode(payload))
-        if time.monotonic() > self._age_at:
-            self._age_at = time.monotonic() + _AGE_S
-            assembler.age()
-        await self._write(assembler.take())
-        await asyncio.sleep(0)  # the memory index never suspends, and a long replay must not keep the loop to itself
-
-    async def take_directory(self, directory: DirectoryBatch) -> bool:
-        """Take in a batch of the worker's LMCache server; False if the worker's own events are not followed."""
-        assembler = self._assembler
-        if assembler is None:
-            return False
-        life, number = self._directory
-        if directory.incarnation == life and directory.seq <= number:
-            return True  # it was sent twice
-        if life is not None and (directory.incarnation, directory.seq) != (life, number + 1):
-            assembler.void(LOWER_TIERS)  # removals may be among what is missing
-            if self._pool is not None:
-                await self._pool.lost()
-        self._directory = directory.incarnation, directory.seq
-        events, skipped = directory.events()
-        self.stats.events += len(events)
-        self.stats.skipped_events += skipped
-        assembler.apply(events, keyed=True)
-        await self._write(assembler.take())
-        return True
-
-    async def joined_late(self) -> None:
-        """The engine's first batches are not to be had."""
-        self._current().heard_all = False
-
-    async def lost(self) -> None:
-        """Batches are missing for good: what was known is void."""
-        log.warning("KV events were lost; the worker's residency is built anew", extra={"worker": self._worker.name})
-        self._assembler = self._new_assembler(self._current().model)
-        self._assembler.heard_all = False
-        await self._index.clear(self.slot)
-        if self._pool is not None:
-            await self._pool.lost()
-        self._ask_for_reports()
-
-    async def restarted(self) -> None:
-        """The engine is another process: its residency begins in a new slot."""
-        log.info("engine restarted", extra={"worker": self._worker.name})
-        self._assembler = self._new_assembler(self._current().model)
-        self._show(NO_SLOT)  # even if it is another replica's
-        await self._take_slot()
-
-    async def _run(self) -> None:
-        while True:
-            self._anew.clear()
-            self._assembler = None
-            await self._take_slot()
-            listening = spawn(self._listen(), f"listen to {self._worker.name}")
-            try:
-                await self._until_anew()
-            finally:
-                await stop(listening)
-
-    async def _until_anew(self) -> None:
-        """Return when asked to begin anew, or when chunks are hashed under another model than the worker serves."""
-        while not self._anew.is_set():
-            if self._assembler is not None and self._assembler.model != self._base_model():
-                log.info("worker serves another model", extra={"worker": self._worker.name})
-                return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._anew.wait(), _MODEL_CHECK_S)
-
-    async def _listen(self) -> None:
-        config = self._worker.config.kv_events
-        if config is None:
-            self._show(self.slot)
-            return
-        while (model := self._base_model()) is None:  # noqa: ASYNC110 - the registry tells of joining, not of models
-            await asyncio.sleep(_MODEL_CHECK_S)
-        while True:
-            self._assembler = self._new_assembler(model)
-            self._ask_for_reports()
-            try:
-                await Subscriber(config, self, self.stats, self._context, self._silence_s).run()
-            except zmq.ZMQError as error:
-                log.error(
-                    "cannot %s to KV events at %s: %s",
-                    config.mode,
-                    config.endpoint,
-                    error,
-                    extra={"worker": self._worker.name},
-                )
-            except Exception:
-                log.exception("KV events could not be taken in", extra={"worker": self._worker.name})
-            await asyncio.sleep(_RETRY_S)
-            await self._index.clear(self.slot)
-
-    def _new_assembler(self, model: str) -> Assembler:
-        return Assembler(self._hasher, model, shared_remote=self._pool is not None)
-
-    def _ask_for_reports(self) -> None:
-        """What the engine's buffer no longer has can only be learned from requests that reuse it."""
-        if self._refills:
-            self._worker.refill_until = time.monotonic() + REFILL_S
-            self._reports_until = self._worker.refill_until + _LATE_REPORTS_S
-
-    def _current(self) -> Assembler:
-        assert self._assembler is not None, "the subscriber runs only where there is an assembler"
-        return self._assembler
-
-    def _base_model(self) -> str | None:
-        """Return the worker's base model; None while it has not said what it serves."""
-        return next(iter(self._worker.models.values()), None)
-
-    async def _take_slot(self) -> None:
-        """Leave the present slot at once, so that nothing of it is believed any more; then take another."""
-        await self._leave_slot()
-        self.slot = await self._index.acquire_slot(self._worker.name)
-        if self._on_taken is not None:
-            self._on_taken(self.slot)
-        if self._worker.slot == NO_SLOT:  # otherwise another replica's answers until ours has caught up
-            self._show(self.slot)
-
-    async def _leave_slot(self) -> None:
-        slot, self.slot = self.slot, NO_SLOT
-        if slot == NO_SLOT:
-            return
-        if self._worker.slot == slot:
-            self._show(NO_SLOT)
-        await self._index.release_slot(slot)
-
-    def _show(self, slot: int) -> None:
-        if self._worker.slot != slot:
-            self._worker.slot = slot
-            self._registry.touch()
-            if self._on_slot is not None:
-                self._on_slot()
-
-    def _decode(self, payload: bytes) -> list[Event]:
-        stats = self.stats
-        try:
-            batch = decode_batch(payload)
-        except BadFrames as error:
-            stats.bad_events += 1
-            self._current().heard_all = False
-            log.debug("bad batch: %s", error, extra={"worker": self._worker.name})
-            return []
-        if self._pool is not None and self._pooled:
-            for event in batch.events:
-                if not isinstance(event, Cleared) and event.tier in self._pooled:
-                    event.tier = Tier.REMOTE
-        stats.batches += 1
-        stats.events += len(batch.events)
-        stats.blocks += sum(len(event.hashes) for event in batch.events if isinstance(event, Stored | Removed))
-        if batch.bad:
-            stats.bad_events += batch.bad
-            self._current().heard_all = False
-        stats.skipped_events += batch.skipped
-        if batch.time_s:
-            stats.lag_s = max(0.0, time.time() - batch.time_s)
-        return batch.events
-
-    async def _write(self, changes: Changes) -> None:
-        slot, index = self.slot, self._index
-        if changes.cleared:
-            await index.clear(slot)
-        for run in changes.stored:
-            await index.store(slot, run.chunks, run.tier, run.root)
-        for run in changes.removed:
-            await index.remove(slot, run.chunks, run.tier, run.root)
-        if self._pool is not None:
-            if self._current().removes_remote:
-                self._pool.removes()
-            await self._pool.write(changes.stored, changes.removed)

@@ -68,9 +68,7 @@ class DirectoryBatch(msgspec.Struct):
 
     def where(self) -> Tier:
         """Return the tier as a router sees it."""
-        if self.tier == "l1":
-            return Tier.HOST
-        return Tier.DISK if self.backend == "fs" and not self.shared else Tier.REMOTE
+        return tier_of(self.tier, self.backend, self.shared)
 
     def events(self) -> tuple[list[Stored | Removed], int]:
         """Return what happened, and the number of entries that cannot be placed.
@@ -97,6 +95,13 @@ class DirectoryBatch(msgspec.Struct):
             stored.append(_stored(entry, tokens, name, before, self.where()))
             end, before = entry.token_offset + len(tokens), name
         return stored, skipped
+
+
+def tier_of(tier: str, backend: str, shared: bool) -> Tier:
+    """Return what a router calls one of LMCache's tiers; see ``DirectoryBatch``."""
+    if tier == "l1":
+        return Tier.HOST
+    return Tier.DISK if backend == "fs" and not shared else Tier.REMOTE
 
 
 class _Body(msgspec.Struct):

@@ -54,6 +54,11 @@ class ApproximateCache:
         for root, chain in evicted.items():
             await self._index.remove(slot, chain, None, root)
 
+    def tokens(self, slot: int) -> int | None:
+        """Return the tokens that the worker in ``slot`` probably holds; None where it has no model here."""
+        cache = self._caches.get(slot)
+        return None if cache is None else cache.tokens
+
     def forget(self, slot: int) -> None:
         """The slot has begun anew: it holds nothing."""
         self._caches.pop(slot, None)

@@ -148,6 +148,14 @@ class Observer:
             sums[worker] = Accuracy(*map(sum, zip(sums.get(worker, Accuracy()), counts, strict=True)))
         return sums
 
+    def predicted_hits(self) -> dict[str, tuple[int, int]]:
+        """Return prompt tokens since the start, and how many of them were expected in the cache, by worker."""
+        sums: dict[str, tuple[int, int]] = {}
+        for (_, worker), each in self._series.items():
+            prompt, predicted = sums.get(worker, (0, 0))
+            sums[worker] = prompt + each.prompt_tokens, predicted + each.predicted_tokens
+        return sums
+
     def retried(self, worker: str, kind: str) -> None:
         """Count an attempt that failed on ``worker`` and is made elsewhere; ``kind`` as in ``Health.failed``."""
         self._retries[worker, kind] += 1

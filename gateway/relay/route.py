@@ -139,7 +139,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
             services.registry.candidates(model)  # raises for a model nobody serves
         return Plan(model)
     request = await services.prompts.read(path, body)
-    model = request.model or _only_model(services.registry)
+    model = request.model or only_model(services.registry)
     candidates = services.registry.candidates(model)
     config = services.config.prompt
     try:
@@ -167,8 +167,12 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
     return Plan(model, bool(request.stream), routing_request, forwarded, policy)
 
 
-def _only_model(registry: Registry) -> str:
-    """Return the model a request means that names none: the only one there is."""
+def only_model(registry: Registry) -> str:
+    """Return the model a request means that names none: the only one there is.
+
+    Raises:
+        BadRequest: there are more.
+    """
     models = {base for worker in registry.workers.values() for base in worker.models.values()}
     if len(models) > 1:
         raise BadRequest("The field 'model' is missing, and more than one model is served here.", param="model")

@@ -24,7 +24,9 @@ STORY = "The lighthouse keeper wrote down every ship that passed. " * 40
 
 
 @contextlib.asynccontextmanager
-async def fleet(workers: int = 2, adapters: tuple[str, ...] = (), **sections: Any) -> AsyncIterator[Gateway]:
+async def fleet(
+    workers: int = 2, adapters: tuple[str, ...] = (), capacity_tokens: int = 461_376, **sections: Any
+) -> AsyncIterator[Gateway]:
     """A gateway before ``workers`` simulated ones, ready to serve."""
     async with contextlib.AsyncExitStack() as stack:
         entries = []
@@ -35,6 +37,7 @@ async def fleet(workers: int = 2, adapters: tuple[str, ...] = (), **sections: An
                 adapters=adapters,
                 tokenizer=FILES,
                 speed=50,
+                capacity_tokens=capacity_tokens,
                 kv_events=events,
                 kv_replay=replay,
             )
