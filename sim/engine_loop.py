@@ -111,6 +111,7 @@ class EngineLoop:
                     self._wait_until(self._step_ends_at)
                     return
                 begin = max(self._step_ends_at, now - _MAX_LAG_S * self._clock.speed)
+                self._metrics.fell_behind(begin - self._step_ends_at)
                 self._deliver(self._step)
             self._step = self.worker.start(begin)
             if self._step is None:

@@ -1,4 +1,7 @@
-"""A worker's ``/metrics`` under vLLM's names. Times are seconds of the wall, as somebody outside measures them."""
+"""A worker's ``/metrics`` under vLLM's names, and one of its own.
+
+Times are seconds of the wall, as somebody outside measures them.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,7 @@ class WorkerMetrics(Collector):
         self._started_at = time.time()
         self._prompt_tokens = dict.fromkeys(("local_compute", "local_cache_hit", "external_kv_transfer"), 0)
         self._output_tokens = 0
+        self._behind_s = 0.0
         self._ends = dict.fromkeys(("stop", "length", "abort", "error", "repetition"), 0)
         self._rejections = dict.fromkeys(("max_num_queued_reqs", "max_num_queued_tokens"), 0)
         self._registry = CollectorRegistry()
@@ -62,6 +66,10 @@ class WorkerMetrics(Collector):
     def rejected(self) -> None:
         """A request was refused because too many were queued."""
         self._rejections["max_num_queued_reqs"] += 1
+
+    def fell_behind(self, seconds: float) -> None:
+        """The machine was too busy: a step begins so much later than it should, by the worker's clock."""
+        self._behind_s += seconds / self._clock.speed
 
     def emitted(self, generation: Generation, at: float) -> None:
         """A sequence has one token more, at a moment of the worker's clock."""
@@ -84,6 +92,9 @@ class WorkerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield gauges and counters as they stand."""
         yield GaugeMetricFamily("process_start_time_seconds", "Start time of the process", self._started_at)
+        yield CounterMetricFamily(
+            "kvway_worker_behind_seconds", "Time for which a busy machine kept it", self._behind_s
+        )
         yield from self._queues()
         yield from self._cache()
         yield from self._requests()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +21,7 @@ from sim.requests import SimRequest, Trace
 from sim.reuse import lru_hit_rates
 from sim.scaling import working_set_tokens
 from sim.scenario import Traffic
-from tests.bench.fidelity_fleet import SPEED, play
+from tests.bench.fidelity_fleet import play
 from tests.bench.sim import MOONCAKE, TRACES
 
 Row = dict[str, Any]
@@ -34,9 +38,16 @@ ITL_MS = {
     "llama-3.1-70b/h200/4": {(1, K): 12.3, (32, 4 * K): 15.7, (64, 4 * K): 18.8, (128, 4 * K): 25.3, (256, K): 26.5},
     "qwen3-32b/h200/2": {(1, K): 10.7, (32, 4 * K): 15.4, (64, 4 * K): 19.8, (128, 4 * K): 28.5, (256, K): 25.3},
 }
-LIVE = "agents:sessions=12,turns=6,spread_s=15,think_s=4,system_tokens=4096,task_tokens=3000,output_tokens=60"
-LIVE_WORKERS = 1  # with several, one request that comes a moment later sends all that follow elsewhere
+LIVE = "agents:sessions=16,turns=4,spread_s=50,think_s=8,system_tokens=4096,task_tokens=4000,output_tokens=60"
+# With several workers and a policy that looks at load, one request that comes a millisecond later sends all that
+# follow elsewhere; by turns it does not.
+LIVE_FLEETS = ((1, "expected-cost"), (2, "round-robin"))
 LIVE_LOAD_OF_CACHE = 0.9
+# On its way to a first token a request waits some five times for a process to get its turn. Where the client's own
+# turns come this late, nine times of ten, in shares of the TTFT, that alone may be all that the aim leaves.
+MOST_LATE = 0.03
+# Of a worker's time, that it lost to the machine: where it is busy, every request queued there comes so much later.
+MOST_BEHIND = 0.01
 ORDERED = "agents:sessions=64,turns=10,spread_s=120"
 ORDERED_SEEDS = 3
 
@@ -94,24 +105,58 @@ def orderings() -> list[Row]:
     return rows
 
 
-def live() -> list[Row]:
-    """A trace through the gateway to simulated workers over HTTP, and through the simulator."""
-    made = Traffic(LIVE).trace(0)
-    # Answers are the worker's own here: only prompts are known beforehand.
-    requests = [replace(each, chunks=each.chunks[: each.prompt_tokens // made.block_tokens]) for each in made.requests]
-    trace = replace(made, requests=requests)
-    capacity = round(working_set_tokens(trace) / LIVE_LOAD_OF_CACHE / LIVE_WORKERS)
-    fleet = FleetSettings(workers=LIVE_WORKERS, capacity_tokens=capacity)
-    simulated = simulate(trace, fleet, "expected-cost").summary()
-    served = asyncio.run(play(trace, LIVE_WORKERS, capacity, "expected-cost"))
-    return [_row(name, served[name], float(simulated[name])) for name in ("hit_rate", "ttft_p50_s", "ttft_p90_s")]
+class TooLate(Exception):
+    """The machine was too busy for what it served to say anything about the simulator."""
+
+
+def live(speed: float) -> list[Row]:
+    """A trace through the gateway to simulated workers over HTTP, and through the simulator.
+
+    Raises:
+        TooLate: client or workers could not keep their times.
+    """
+    rows = []
+    for workers, policy in LIVE_FLEETS:
+        trace = _with_answers_of_workers(Traffic(LIVE, load=workers).trace(0))
+        capacity = round(working_set_tokens(trace) / LIVE_LOAD_OF_CACHE / workers)
+        fleet = FleetSettings(workers=workers, capacity_tokens=capacity)
+        simulated = simulate(trace, fleet, policy)
+        served, behind_s = asyncio.run(play(trace, fleet, policy, speed))
+        late_s = float(np.percentile([each.late_s for each in served], 90))
+        check_times(late_s / float(np.median(simulated.ttft_s)), behind_s / workers / simulated.duration_s, speed)
+        hits = sum(each.cached_tokens for each in served) / int(simulated.prompt_tokens.sum())
+        name = f"{workers} x {policy}"
+        rows.append(_row(f"hit rate, {name}", hits, simulated.hit_rate()))
+        for percent in (50, 90):
+            seen = float(np.percentile([each.ttft_s for each in served], percent))
+            rows.append(_row(f"TTFT p{percent} s, {name}", seen, float(np.percentile(simulated.ttft_s, percent))))
+    return rows
+
+
+def _with_answers_of_workers(made: Trace) -> Trace:
+    """Return a trace in which no prompt goes on with an answer: workers make up their own, and cache them."""
+    fresh, size, requests = count(1 + max(max(each.chunks, default=0) for each in made.requests)), made.block_tokens, []
+    for each in made.requests:
+        prompt = each.chunks[: each.prompt_tokens // size]
+        answer = islice(fresh, (each.prompt_tokens + each.output_tokens) // size - len(prompt))
+        requests.append(replace(each, chunks=(*prompt, *answer)))
+    return replace(made, requests=requests, closed_loop=False)
+
+
+def check_times(late: float, behind: float, speed: float) -> None:
+    if late > MOST_LATE or behind > MOST_BEHIND:
+        slower = speed / 2 / max(1.0, late / MOST_LATE, behind / MOST_BEHIND)
+        raise TooLate(
+            f"the machine is too busy: a tenth of the requests were sent {late:.0%} of the TTFT late or more, and "
+            f"workers stood still for {behind:.1%} of the time; try --speed {slower:.1g}, or a quieter hour"
+        )
 
 
 def _row(what: str, expected: float, simulated: float) -> Row:
     return {"what": what, "expected": expected, "simulated": simulated, "off": simulated / expected - 1}
 
 
-SECTIONS = {"constants": constants, "bounds": bounds, "orderings": orderings, "live": live}
+SECTIONS = ("constants", "bounds", "orderings", "live")
 
 
 def targets(found: dict[str, list[Row]]) -> dict[str, bool]:
@@ -125,8 +170,8 @@ def targets(found: dict[str, list[Row]]) -> dict[str, bool]:
         times = [row["ttft_mean_s"] for row in rows]
         met["precise_approximate_load_random"] = times == sorted(times)
     if rows := found.get("live"):
-        hits, *ttfts = rows
-        met["live_hit_rate_within_1_point"] = abs(hits["simulated"] - hits["expected"]) <= 0.01
+        hits, ttfts = ([row for row in rows if row["what"].startswith(what)] for what in ("hit rate", "TTFT"))
+        met["live_hit_rate_within_1_point"] = all(abs(row["simulated"] - row["expected"]) <= 0.01 for row in hits)
         met["live_ttft_p50_p90_within_15_percent"] = all(abs(row["off"]) <= 0.15 for row in ttfts)
     return met
 
@@ -145,21 +190,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.fidelity", description=__doc__.splitlines()[0])
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="which; all without")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--speed", type=float, default=1.0, help="live: of all clocks; slower for a slow machine")
     options = parser.parse_args()
     console = Console(stderr=options.json, width=100)
-    found = {}
+    sections: dict[str, Callable[[], list[Row]]] = {
+        "constants": constants, "bounds": bounds, "orderings": orderings, "live": partial(live, options.speed),
+    }  # fmt: skip
+    found, void = {}, {}
     for name in options.sections or SECTIONS:
-        found[name] = SECTIONS[name]()
+        try:
+            found[name] = sections[name]()
+        except TooLate as error:
+            void[name] = str(error)
+            console.print(f"[bold]{name} is void:[/bold] {error}", highlight=False)
+            continue
         if found[name]:
-            title = f"{name}, {SPEED:g} times faster than the clock" if name == "live" else name
-            console.print(table(title, found[name]))
+            console.print(table(name, found[name]))
         else:
             console.print(f"[bold]{name} is absent:[/bold] {TRACES / MOONCAKE} is not there", highlight=False)
     met = targets(found)
     for target, yes in met.items():
         console.print(f"{'yes' if yes else 'no ':<4}{target}", highlight=False)
     if options.json:
-        print(json.dumps({"results": found, "targets": met}))
+        print(json.dumps({"results": found, "void": void, "targets": met}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A trace played to simulated workers through the real gateway: processes, sockets and KV events, on a faster clock."""
+"""A trace played to simulated workers through the real gateway: processes, sockets and KV events.
+
+All clocks run ``speed`` times as fast as a GPU's: the slower, the less counts what the gateway and sockets take.
+"""
 
 from __future__ import annotations
 
@@ -6,64 +9,103 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import httpx
-import numpy as np
+from prometheus_client.parser import text_string_to_metric_families as parse
 
+from policies.base import known_policies
+from sim.fleet import FleetSettings
 from sim.requests import SimRequest, Trace
 from tests.processes import free_ports, kvway, running, write_config
 
-SPEED = 2.0  # how many times faster than a GPU the workers run: what the gateway and sockets take counts so much more
 START_S = 60.0
 _BLOCK_MARK = 1_000
+_BEHIND = "kvway_worker_behind_seconds_total"
+
+
+@dataclass(slots=True, frozen=True)
+class Served:
+    """One request as its client saw it, in seconds of the workers' clock.
+
+    Attributes:
+        late_s: how much later it was sent than the trace says.
+        ttft_s: from sending it to the first token.
+        cached_tokens: tokens of its prompt that the worker found in its cache.
+    """
+
+    late_s: float
+    ttft_s: float
+    cached_tokens: int
 
 
 def prompt_of(request: SimRequest, number: int, block_tokens: int) -> list[int]:
     """Return token ids: the same for equal blocks, different for different ones, and a tail of the request's own."""
     ids: list[int] = []
-    for chunk in request.chunks:
+    for chunk in request.chunks[: request.prompt_tokens // block_tokens]:
         ids += [_BLOCK_MARK + chunk, *[1] * (block_tokens - 1)]
     rest = request.prompt_tokens - len(ids)
     return ids + [2, *map(int, str(number))][:rest] + [3] * (rest - 1 - len(str(number)))
 
 
-async def play(trace: Trace, workers: int, capacity_tokens: int, policy: str) -> dict[str, float]:
-    """Play a closed-loop trace and return hit rate and TTFT, in seconds of the workers' clock."""
+async def play(trace: Trace, fleet: FleetSettings, policy: str, speed: float) -> tuple[list[Served], float]:
+    """Send every request at its time, to a gateway that knows of its fleet what a simulated one knows.
+
+    Returns:
+        What was served, and the time that the workers lost to the machine, all together, by their clock.
+    """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ports = free_ports(2 + 3 * workers)
+        ports = free_ports(2 + 3 * fleet.workers)
         entries = [
-            _start_worker(stack, ports[2 + 3 * number : 5 + 3 * number], capacity_tokens) for number in range(workers)
+            _start_worker(stack, worker_ports, fleet, speed)
+            for worker_ports in zip(ports[2::3], ports[3::3], ports[4::3], strict=True)
         ]
         config = {
             "server": {"host": "127.0.0.1", "port": ports[0], "admin_port": ports[1], "drain_s": 1},
             "workers": entries,
             "prompt": {"chunk_tokens": trace.block_tokens},
-            "policy": {"name": policy},
+            "index": {"speculative_ttl_s": fleet.gateway.speculation_s / speed},
+            "policy": {"name": policy, "params": _times_of(policy, speed)},
             "log": {"level": "warning", "requests": False},
         }
         stack.enter_context(running(kvway("serve", "--config", write_config(folder, config))))
-        await _until_ready(f"http://127.0.0.1:{ports[1]}", workers)
-        return await _play(trace, f"http://127.0.0.1:{ports[0]}")
+        await _until_ready(f"http://127.0.0.1:{ports[1]}", fleet.workers)
+        served = await _play(trace, f"http://127.0.0.1:{ports[0]}", speed)
+        return served, speed * sum([await _behind_s(entry["url"]) for entry in entries])
 
 
-def _start_worker(stack: contextlib.ExitStack, ports: list[int], capacity_tokens: int) -> dict[str, Any]:
+def _start_worker(
+    stack: contextlib.ExitStack, ports: tuple[int, int, int], fleet: FleetSettings, speed: float
+) -> dict[str, Any]:
     http, events, replay = ports
     published = {"endpoint": f"tcp://127.0.0.1:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replay}"}
     flags = {
         "--port": http,
-        "--capacity-tokens": capacity_tokens,
-        "--speed": SPEED,
+        "--profile": fleet.profile,
+        "--capacity-tokens": fleet.capacity_tokens,
+        "--speed": speed,
         "--stream-interval": 16,
         "--kv-events": published["endpoint"],
         "--kv-replay": published["replay_endpoint"],
     }
     stack.enter_context(running(kvway("worker", *(str(word) for flag in flags.items() for word in flag))))
-    return {"url": f"http://127.0.0.1:{http}", "kv_events": published}
+    profile = fleet.speed
+    prefill = {
+        "a_s": profile.prefill_a_s / speed,
+        "b_s": profile.prefill_b_s / speed,
+        "c_s": profile.prefill_c_s / speed,
+    }
+    return {"url": f"http://127.0.0.1:{http}", "kv_events": published, "prefill": prefill}
+
+
+def _times_of(policy: str, speed: float) -> dict[str, float]:
+    """Return those parameters of a policy that are seconds, by the gateway's clock."""
+    defaults = known_policies()[policy].Params()
+    return {name: getattr(defaults, name) / speed for name in defaults.__struct_fields__ if name.endswith("_s")}
 
 
 async def _until_ready(admin: str, workers: int) -> None:
@@ -76,10 +118,13 @@ async def _until_ready(admin: str, workers: int) -> None:
             await asyncio.sleep(0.1)
 
 
-async def _play(trace: Trace, url: str) -> dict[str, float]:
-    sessions: dict[str | None, list[tuple[int, SimRequest]]] = defaultdict(list)
-    for number, request in enumerate(trace.requests):
-        sessions[request.session].append((number, request))
+async def _behind_s(worker: str) -> float:
+    async with httpx.AsyncClient() as client:
+        metrics = (await client.get(f"{worker}/metrics")).raise_for_status().text
+    return next(sample.value for family in parse(metrics) for sample in family.samples if sample.name == _BEHIND)
+
+
+async def _play(trace: Trace, url: str, speed: float) -> list[Served]:
     bodies = [
         json.dumps(
             {
@@ -92,22 +137,18 @@ async def _play(trace: Trace, url: str) -> dict[str, float]:
         ).encode()
         for number, request in enumerate(trace.requests)
     ]
-    ttfts, cached, prompts = [], 0, 0
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120 / min(1.0, speed), limits=limits) as client:
+        began = perf_counter()
 
-        async def play_session(turns: list[tuple[int, SimRequest]]) -> None:
-            nonlocal cached, prompts
-            for turn, (number, request) in enumerate(turns):
-                await asyncio.sleep((request.think_s if turn else request.arrival_s) / SPEED)
-                ttft_s, usage = await _ask(client, bodies[number])
-                ttfts.append(ttft_s * SPEED)
-                prompts += usage["prompt_tokens"]
-                cached += usage["prompt_tokens_details"]["cached_tokens"]
+        async def serve(request: SimRequest, body: bytes) -> Served:
+            due = began + request.arrival_s / speed
+            await asyncio.sleep(due - perf_counter())
+            late_s = perf_counter() - due
+            ttft_s, usage = await _ask(client, body)
+            return Served(late_s * speed, ttft_s * speed, usage["prompt_tokens_details"]["cached_tokens"])
 
-        await asyncio.gather(*map(play_session, sessions.values()))
-    p50, p90 = np.percentile(ttfts, (50, 90))
-    return {"hit_rate": cached / prompts, "ttft_p50_s": float(p50), "ttft_p90_s": float(p90)}
+        return await asyncio.gather(*map(serve, trace.requests, bodies))
 
 
 async def _ask(client: httpx.AsyncClient, body: bytes) -> tuple[float, dict[str, Any]]:

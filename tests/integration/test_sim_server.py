@@ -6,6 +6,7 @@ import asyncio
 import base64
 import socket
 import struct
+import time
 
 import httpx
 import msgspec
@@ -355,6 +356,15 @@ async def test_metrics_count_what_happened():
     assert values["process_start_time_seconds", ""] > 1.6e9
     assert 'block_size="32"' in text
     assert 'num_gpu_blocks="1001"' in text
+
+
+async def test_metrics_say_how_long_a_busy_machine_kept_the_worker():
+    async with worker_and_client(speed=1.0) as (worker, client):
+        task = asyncio.ensure_future(client.post(TEXT, json={"prompt": IDS, "max_tokens": 20}))
+        await until(lambda: len(worker.engine) == 1)
+        time.sleep(0.3)
+        (await task).raise_for_status()
+        assert (await scrape(client))["kvway_worker_behind_seconds_total", ""] > 0.2
 
 
 async def test_metrics_show_who_runs_and_who_waits():
