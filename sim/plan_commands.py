@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from policies.cost import ModelShape
+    from sim.plan_disaggregation import Demand, Disaggregation
 
 plan_app = typer.Typer(
     help="Work out footprints, break-even points, fleet and tier sizes from formulas and measured constants.",
@@ -125,7 +126,7 @@ def break_even(
     )
 
 
-def _tier(text: str) -> tuple[str, Any]:
+def _tier(text: str, option: str = "--tier nvme=14") -> tuple[str, Any]:
     from sim.profiles import Link
 
     name, _, speed = text.partition("=")
@@ -134,8 +135,90 @@ def _tier(text: str) -> tuple[str, Any]:
     except ValueError:
         gb_s = 0.0
     if not name or not 0 < gb_s < float("inf"):
-        raise ValueError(f"--tier {text!r} is not name=GB/s; write for instance --tier nvme=14")
+        raise ValueError(f"{option.split()[0]} {text!r} is not name=GB/s; write for instance {option}")
     return name, Link(gb_s * _GB, 0.0)
+
+
+@plan_app.command()
+def disaggregation(
+    profile: ProfileOption = "llama-3.1-70b/h100/4",
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 8_000,
+    uncached: Annotated[int, typer.Option(min=0, help="of them, those cached nowhere; 0: all")] = 0,
+    output: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 300,
+    itl: Annotated[float, typer.Option(min=0.0001, help="target for the mean time between tokens, seconds")] = 0.03,
+    ttft: Annotated[float, typer.Option(min=0.001, help="target for the time to first token, seconds")] = 2.0,
+    link: Annotated[list[str] | None, typer.Option(help="name=GB/s of a link of your own; may be repeated")] = None,
+    streams: Annotated[int, typer.Option(min=0, help="requests that decode beside it, 0: as many as ITL allows")] = 0,
+    interference: Annotated[
+        float, typer.Option(min=0, help="as disaggregation.interference: cost of a second of prefill to others")
+    ] = 0.1,
+    utilisation: Annotated[float, typer.Option(min=0.01, max=1, help="of prefill workers")] = 0.7,
+    capacity: Annotated[int, typer.Option(min=0, help="KV tokens of a worker, 0: what fits into its HBM")] = 0,
+    precision: PrecisionOption = "fp16",
+    as_json: JsonOption = False,
+) -> None:
+    """Prefill and decode on different workers: what moving the KV costs by link, and what it gains."""
+    from sim.plan_disaggregation import Demand
+    from sim.plan_disaggregation import disaggregation as hold_apart
+    from sim.profiles import LINKS, NETWORK_LINKS, find_profile
+    from sim.shapes import kv_capacity_tokens
+
+    shape = _shape(profile.split("/")[0], precision)
+    if uncached > prompt:
+        fail(f"--uncached {uncached} is more than the {prompt} tokens of the prompt")
+    demand = Demand(prompt, uncached or prompt, output, itl, ttft)
+    try:
+        links = dict(_tier(each, "--link rdma=50") for each in link) if link else {k: LINKS[k] for k in NETWORK_LINKS}
+        speed = find_profile(profile)
+        tokens = capacity or kv_capacity_tokens(profile)
+        found = hold_apart(
+            speed,
+            shape.kv_bytes_per_token,
+            tokens,
+            demand,
+            links,
+            streams=streams,
+            interference=interference,
+            utilisation=utilisation,
+        )
+    except ValueError as error:
+        fail(error)
+    if as_json:
+        typer.echo(json.dumps({"profile": profile, "apart_rate": found.apart_rate, **asdict(found)}))
+        return
+    _print_disaggregation(profile, demand, found)
+
+
+def _print_disaggregation(profile: str, demand: Demand, found: Disaggregation) -> None:
+    _print(
+        f"{profile}: {demand.uncached_tokens:,} of {demand.prompt_tokens:,} tokens, "
+        f"{found.transfer_bytes / _GB:,.2f} GB, prefill {found.prefill_s:.3f} s",
+        ["link", "GB/s", "transfer ms", "of TTFT", "TTFT s", "from streams", "from tokens"],
+        [
+            [
+                each.link,
+                f"{each.bytes_per_s / _GB:,.1f}",
+                f"{each.transfer_s * 1e3:,.1f}",
+                f"{each.ttft_share:.1%}",
+                f"{each.ttft_s:.3f}",
+                f"{each.break_even_streams:.1f}",
+                "never" if each.break_even_tokens is None else f"{each.break_even_tokens:,}",
+            ]
+            for each in found.handovers
+        ],
+        f"TTFT on a worker that decodes {found.batch} others: {found.ttft_whole_s:.3f} s. From streams: it pays "
+        "beside so many. From tokens: beside as many as there are, for so many uncached ones.",
+    )
+    _print(
+        f"{found.batch} requests that decode together",
+        ["", "apart", "on one worker"],
+        [
+            ["ITL, ms", f"{found.itl_apart_s * 1e3:.1f}", f"{found.itl_whole_s * 1e3:.1f}"],
+            ["longest step, ms", f"{found.itl_apart_s * 1e3:.1f}", f"{found.pause_whole_s * 1e3:.1f}"],
+            ["requests/s per worker, at the ITL target", f"{found.apart_rate:.2f}", f"{found.whole_rate:.2f}"],
+            ["prefill workers per decode worker", f"{found.prefill_per_decode:.2f}", ""],
+        ],
+    )
 
 
 @plan_app.command()

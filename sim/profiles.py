@@ -95,6 +95,9 @@ LINKS: Final = MappingProxyType(
     }
 )
 
+NETWORK_LINKS: Final = ("nvlink", "infiniband-400g", "roce-200g", "roce-100g", "ethernet-25g")
+"""Of these, the links between workers."""
+
 _KV_BYTES: Final = MappingProxyType(
     {
         "llama-3.1-8b": 131_072,

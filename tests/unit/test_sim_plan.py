@@ -164,7 +164,7 @@ def test_what_cannot_be_planned_is_said_in_one_message(words: list[object], said
     assert result.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["footprint", "break-even", "fleet", "tiers agents"])
+@pytest.mark.parametrize("words", ["footprint", "break-even", "disaggregation", "fleet", "tiers agents"])
 def test_tables_fit_eighty_columns(words: str) -> None:
     result = kvway("plan", *words.split())
     assert result.exit_code == 0, result.output
