@@ -82,6 +82,11 @@ class DisaggregationConfig(Section):
     lease_s: Seconds = Field(
         20.0, description="how long KV that was not fetched can still be; less than the engines' kv_lease_duration"
     )
+    pull_back_s: Seconds = Field(
+        0.0,
+        description="how long decode workers with pd nixl keep the KV of an answered turn, for the prefill of the next "
+        "one to pull: less than the engines' decoder_kv_blocks_ttl (480); 0: their bidirectional_kv_xfer is off",
+    )
 
 
 class ReplicationConfig(Section):

@@ -4,7 +4,8 @@ The prefill worker *offers* the KV of a prompt under a key and keeps it for the 
 *fetches* it, over HTTP from the other worker, and then waits as long as the KV would be on its way. What the key is and
 how the decode worker learns of it is what the protocols differ in:
 
-- ``nixl`` (vLLM): the prefill answer brings ``kv_transfer_params``, and the decode request brings them on.
+- ``nixl`` (vLLM): the prefill answer brings ``kv_transfer_params``, and the decode request brings them on. Where the
+  decode worker keeps what it has (``pull_back_s``), its answer brings some for the prefill request of the next turn.
 - ``mooncake`` (vLLM): both requests bring the same ``transfer_id``, at the same time.
 - ``sglang``: both bring the same ``bootstrap_room``; the prefill answer ends when the KV has been fetched.
 
@@ -101,6 +102,26 @@ class HandOvers:
             return f"{request_id}-{uuid4().hex[:8]}"
         return str(params.get("transfer_id", ""))
 
+    def key_to_keep(self, body: GenerationBody, request_id: str) -> str | None:
+        """Return under which key a decode worker keeps a request's KV for the next turn; None where it does not."""
+        handed_over = self._settings.pd == "nixl" and (body.kv_transfer_params or {}).get("do_remote_prefill")
+        return f"{request_id}-{uuid4().hex[:8]}" if handed_over and self._settings.pull_back_s else None
+
+    async def keep(self, key: str, tokens: int) -> dict[str, Any]:
+        """Keep the KV of a prompt and its answer.
+
+        Args:
+            key: from ``key_to_keep``.
+            tokens: how much of both has been computed.
+
+        Returns:
+            The answer's ``kv_transfer_params``.
+        """
+        expires_at = self._clock.now() + self._settings.pull_back_s
+        self._offers[key] = _Offer(tokens, tokens, expires_at)
+        about = self._params(key, tokens)
+        return about | {"do_remote_prefill": False, "do_remote_decode": True, "remote_blocks_expiry_time": expires_at}
+
     async def offer(self, key: str, tokens: int, cached_tokens: int) -> dict[str, Any] | None:
         """Offer a prompt's KV.
 
@@ -122,6 +143,9 @@ class HandOvers:
             await self._until(offer.fetched.wait(), self._settings.lease_s)
         if self._settings.pd != "nixl":
             return None
+        return self._params(key, tokens) | {"remote_prefill_cached_tokens": cached_tokens}
+
+    def _params(self, key: str, tokens: int) -> dict[str, Any]:
         host, port = self.address
         blocks = -(-tokens // self._settings.block_size)
         return {
@@ -138,7 +162,6 @@ class HandOvers:
             "remote_num_tokens": tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": cached_tokens,
         }
 
     async def serve(self, request: HttpRequest) -> Response:
@@ -177,6 +200,11 @@ class HandOvers:
         if answer.status_code != 200 or self._faults.meet("lose_transfer"):
             raise _not_loaded(f"{url}: {answer.status_code}")
         offered = answer.json()
+        params = body.kv_transfer_params or {}
+        if params.get("do_remote_decode"):  # the prefill of a next turn: what is asked for, and counts as cached here
+            tokens = min(offered["tokens"], params["remote_num_tokens"])
+            await self._arrive(tokens)
+            return Received(tokens, tokens)
         await self._arrive(offered["tokens"])
         if self._settings.pd == "nixl":
             reported = offered["cached_tokens"]
@@ -191,7 +219,7 @@ class HandOvers:
             if self._settings.role == "prefill" or body.bootstrap_room is None:
                 return None
             return f"http://{body.bootstrap_host}:{body.bootstrap_port}/sim/kv/{body.bootstrap_room}", lease_s
-        if self._settings.pd is None or not params.get("do_remote_prefill"):
+        if self._settings.pd is None or not (params.get("do_remote_prefill") or params.get("remote_block_ids")):
             return None
         if self._settings.pd == "nixl":
             host, port = params["remote_host"], params["remote_port"]

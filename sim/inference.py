@@ -140,6 +140,7 @@ class Inference:
             raise queue_full()
         request_id = http.headers.get("x-request-id") or uuid4().hex[:16]
         key = self._hand_overs.key_to_offer(body, f"{shape.id_prefix}{request_id}")
+        kept = self._hand_overs.key_to_keep(body, f"{shape.id_prefix}{request_id}")
         if key is not None:
             body.max_tokens = 1
         received = await self._hand_overs.receive(body, len(tokens[-1]))
@@ -159,11 +160,15 @@ class Inference:
         )
         for generation in generations:
             self._engine.submit(generation)
-        offer = partial(self._offer, key, generations[-1].request) if key is not None else None
+        offer = partial(self._offer, key, kept, generations[-1].request) if key or kept else None
         return _Generating(self._engine, generations, wakeup, answer, bool(body.stream), self._faults, offer)
 
-    async def _offer(self, key: str, request: Request) -> dict[str, Any] | None:
-        return await self._hand_overs.offer(key, request.prompt_tokens, request.cached_tokens)
+    async def _offer(self, key: str | None, kept: str | None, request: Request) -> dict[str, Any] | None:
+        """Offer the KV of a prompt, or keep that of an answer, whose last token has not been computed."""
+        if key is not None:
+            cached_tokens = max(request.cached_tokens, request.remote_tokens)
+            return await self._hand_overs.offer(key, request.prompt_tokens, cached_tokens)
+        return await self._hand_overs.keep(kept or "", request.prompt_tokens + request.output_tokens - 1)
 
     def _check_length(self, length: int) -> None:
         limit = self._settings.context_tokens

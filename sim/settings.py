@@ -54,6 +54,8 @@ class WorkerSettings:
         pd: protocol by which it hands KV over; None: it cannot.
         link_gb_s: GB/s at which KV arrives.
         lease_s: how long it keeps KV that is to be fetched, and waits for KV that is to come.
+        pull_back_s: with ``nixl``: how long it keeps the KV of an answer, prompt included, to be pulled by the prefill
+            worker of the next turn, as vLLM with ``bidirectional_kv_xfer``; 0: it does not.
         faults: faults that hold from the start.
         script: for tests: given a prompt's ids, returns the output ids, or None for an invented answer.
 
@@ -89,6 +91,7 @@ class WorkerSettings:
     pd: Connector | None = None
     link_gb_s: float = 25.0
     lease_s: float = 30.0
+    pull_back_s: float = 0.0
     faults: tuple[Fault, ...] = ()
     script: Script | None = None
 
@@ -124,6 +127,8 @@ class WorkerSettings:
             raise ValueError(f"role {self.role} needs pd: the protocol by which KV is handed over")
         if not 0 < self.link_gb_s < math.inf or not 0 < self.lease_s < math.inf:
             raise ValueError("link_gb_s and lease_s must be above 0 and finite")
+        if not 0 <= self.pull_back_s < math.inf:
+            raise ValueError(f"pull_back_s must be finite and not negative, but is {self.pull_back_s}")
 
     def _check_names(self) -> None:
         if not self.model:

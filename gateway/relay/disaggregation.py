@@ -20,6 +20,7 @@ from uuid import uuid4
 from gateway.errors import NoWorker
 from gateway.fleet.registry import Worker
 from gateway.relay import legs
+from gateway.relay.answer import Answer
 from gateway.relay.cached import CachedTokens
 from gateway.relay.handovers import bootstrap_url
 from gateway.relay.head import RequestHead, ResponseHead
@@ -28,6 +29,7 @@ from gateway.relay.prefill import PrefillLeg
 from gateway.relay.retry import Failure, FailureKind
 from gateway.relay.route import Plan, Route, count_leg, count_on, decide, dispatch, find_residency, leave_out
 from gateway.relay.services import Services
+from gateway.relay.turns import ParamsReader, Turn
 from gateway.relay.upstream import Receiver
 
 
@@ -36,6 +38,7 @@ class Exchange(Protocol):
 
     head: RequestHead
     body: bytes
+    answer: Answer
 
     def abandon(self, failure: Failure) -> None:
         """Give up the attempt under way."""
@@ -70,6 +73,7 @@ class HandOver:
         self._moved_tokens = 0  # of the prompt, to the decode worker
         self._awaits_token = False  # its head was there, and was no error
         self._completed = False
+        self._reader: ParamsReader | None = None  # of answers whose decode worker keeps their KV
         self._sent_at = 0.0
 
     async def dispatch(self, tried: Collection[Worker]) -> Route:
@@ -120,6 +124,8 @@ class HandOver:
         as_it_comes = leg.answer is not None and (leg.answer.cached_tokens is None or leg.answer.tells_cached_tokens)
         self._receiver = inner if as_it_comes else CachedTokens(inner, self._reported_tokens)
         self._awaits_token = False
+        keeps = leg.worker.config.pd == "nixl" and self._services.hand_overs.turns.enabled
+        self._reader = ParamsReader() if keeps else None
         self._sent_at = monotonic()
         if leg.failure is not None:
             asyncio.get_running_loop().call_soon(self._lost, leg)
@@ -162,25 +168,32 @@ class HandOver:
                 pairing = pairing or await find_pairing(services, plan)
             except NoWorker:
                 return None
-            chosen, pairing = pairing.choose(self._tried, tried), None
+            chosen = pairing.choose(self._tried, tried)
             if chosen is None:
                 return None
             worker = chosen.prefill
             route = count_leg(services, plan, worker, chosen.hit_tokens, monotonic(), decodes=False)
-            body = await self._bodies(worker)
+            turn = pairing.turn
+            body = await self._bodies(worker, turn)
+            pairing = None
             if body is None:
                 route.end(monotonic())
             else:
-                self._leg = leg = PrefillLeg(services, self._exchange.head, plan, route, body)
+                pulls = turn is not None
+                self._leg = leg = PrefillLeg(services, self._exchange.head, plan, route, body, pulls=pulls)
                 if worker.config.pd != "nixl":
                     leg.on_failure = self._lost
                     return leg
                 await leg.task
+                if pulls:
+                    services.hand_overs.turns.outcomes["pulled" if leg.answer is not None else "failed"] += 1
                 if leg.answer is not None and leg.answer.hands_over:
                     return leg
                 self._leg, self._refused = None, leg.refused
                 if leg.refused or leg.failure is None:
                     return None
+                if pulls and leg.failure.kind is FailureKind.PARTNER:
+                    continue  # it was not there any more: the same worker can compute it
             self._tried.append(worker)
             services.hand_overs.ended(worker, "", "prefill_failed")
             if not services.budget.spend(monotonic()):
@@ -232,13 +245,16 @@ class HandOver:
         route.body = legs.write_fields(self._fields)
         return route
 
-    async def _bodies(self, worker: Worker) -> bytes | None:
+    async def _bodies(self, worker: Worker, turn: Turn | None) -> bytes | None:
         """Return what the prefill worker gets, and keep what the decode worker will get where that is known already.
 
         None where the prefill worker does not say who it is.
         """
         if worker.config.pd == "nixl":
-            return legs.nixl_prefill(self._fields)
+            if turn is None:
+                return legs.nixl_prefill(self._fields)
+            self._services.hand_overs.turns.take(turn)
+            return legs.nixl_prefill(self._fields, turn.params)
         if worker.config.pd == "sglang":
             self._decode_body = legs.sglang_body(self._fields, worker, self._sequences)
             return self._decode_body
@@ -292,6 +308,14 @@ class HandOver:
                 size = float(self._moved_tokens * leg.worker.config.tiers.kv_bytes_per_token)
                 book.transferred(leg.worker, decoder, size, seconds)
 
+    def _keep_turn(self, reader: ParamsReader) -> None:
+        """Note where the decode worker keeps this turn, if it says so."""
+        params, usage = reader.params(), self._exchange.answer.usage
+        if params is not None and usage is not None and self._decoder is not None:
+            assert self._plan.request is not None
+            turns = self._services.hand_overs.turns
+            turns.keep(self._plan.request, usage.prompt_tokens, self._decoder, params, monotonic())
+
     def _reported_tokens(self) -> int | None:
         """Return what the client is to be told was cached: what was so where the prompt was prefilled."""
         answer = self._leg.answer if self._leg is not None else None
@@ -314,6 +338,8 @@ class HandOver:
     def on_upstream_payload(self, payload: bytes) -> None:
         """A piece of the body."""
         if self._receiver is not None:
+            if self._reader is not None:
+                self._reader.feed(payload)
             self._receiver.on_upstream_payload(payload)
 
     def on_upstream_data(self, data: bytes) -> None:
@@ -329,6 +355,8 @@ class HandOver:
         """It is complete."""
         if self._receiver is not None:
             self._receiver.on_upstream_end()
+            if self._reader is not None:
+                self._keep_turn(self._reader)
 
     def on_upstream_lost(self, failure: Failure) -> None:
         """It ended before that."""

@@ -14,6 +14,7 @@ import numpy as np
 from gateway.config_workers import DisaggregationConfig
 from gateway.fleet.registry import Registry, Worker
 from gateway.observe.observer import Observer
+from gateway.relay.turns import Turns
 from policies.base import Floats
 from policies.disaggregation import LinkRates
 
@@ -35,11 +36,13 @@ class HandOverBook:
 
     Attributes:
         rates: bandwidth between pairs.
+        turns: what decode workers keep of conversations.
     """
 
     def __init__(self, config: DisaggregationConfig, registry: Registry) -> None:
         self._registry = registry
         self.rates = LinkRates([rate * 1e9 for rate in (config.link_gb_s, *config.near_gb_s)], config.latency_s)
+        self.turns = Turns(config.pull_back_s)
         self._tables: dict[tuple[Sequence[Worker], Sequence[Worker]], Floats] = {}
         self._outcomes: Counter[tuple[str, str, str]] = Counter()
         self._decisions: Counter[str] = Counter()
@@ -59,6 +62,9 @@ class HandOverBook:
         observer.counter("kvway_handovers_total", about, lambda: self._outcomes, (*_PAIR, "outcome"))
         about = "Requests by whether they were to go over two workers."
         observer.counter("kvway_handover_decisions_total", about, lambda: self._decisions, ("decision",))
+        if self.turns.enabled:
+            about = "Turns that decode workers keep for the next one's prefill to pull, by what became of them."
+            observer.counter("kvway_handover_turns_total", about, lambda: self.turns.outcomes, ("outcome",))
         for name, about, counted in (
             ("ttft_seconds", "From request to first token, streams that were handed over.", self._ttft_s),
             ("streams", "These streams.", self._ttfts),
@@ -134,6 +140,7 @@ class HandOverBook:
             self.rates.join(worker.name, worker.config.topology or worker.config.domain)
             return
         self.rates.leave(worker.name)
+        self.turns.leave(worker)
         self._engines.pop(worker, None)
         # All that are gone, not this one alone: a request may have ended after its worker left.
         present = {"", *self._registry.workers}

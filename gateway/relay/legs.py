@@ -24,17 +24,20 @@ _PARAMS: Final = "kv_transfer_params"
 _BOOTSTRAP: Final = "bootstrap_"
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
-_DO_REMOTE_DECODE: Final = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 _decode = msgspec.json.Decoder(Fields).decode
 _encode = msgspec.json.encode
+
+_NOTHING_TO_PULL: Final = _encode(
+    {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+)
 
 
 class _Items(msgspec.Struct):
@@ -99,9 +102,9 @@ def prefill_only(fields: Fields) -> Fields:
     return only
 
 
-def nixl_prefill(fields: Fields) -> bytes:
-    """Return the prefill request of NIXL."""
-    return _encode(with_params(prefill_only(fields), _encode(_DO_REMOTE_DECODE)))
+def nixl_prefill(fields: Fields, params: bytes = _NOTHING_TO_PULL) -> bytes:
+    """Return the prefill request of NIXL; its worker pulls what ``params`` lead to, and computes the rest."""
+    return _encode(with_params(prefill_only(fields), params))
 
 
 def nixl_decode(fields: Fields, params: bytes) -> bytes:

@@ -18,9 +18,11 @@ from gateway.errors import NoWorker
 from gateway.fleet.registry import Candidates, Worker
 from gateway.relay.route import Plan, find_residency
 from gateway.relay.services import Services
+from gateway.relay.turns import Turn
 from policies.base import Floats, RoutingRequest
 from policies.disaggregation import (
     Comparison,
+    Fetch,
     Prospects,
     Weights,
     choose_pair,
@@ -56,12 +58,14 @@ class Pairing:
         prefills: workers that prefill for others, ``n`` of them.
         decodes: workers that decode, ``m`` of them.
         comparison: ``[n, m]``.
+        turn: what a decode worker keeps of the conversation.
     """
 
     request: RoutingRequest
     prefills: Candidates
     decodes: Candidates
     comparison: Comparison
+    turn: Turn | None = None
 
     def choose(self, failed: Collection[Worker] = (), tried: Collection[Worker] = ()) -> Chosen | None:
         """Return the best pair.
@@ -140,10 +144,12 @@ async def find_pairing(services: Services, plan: Plan) -> Pairing:
     now = monotonic()
     services.ledger.advance(now)
     weights = _weights(services, prefills.workers[0])
-    there = prospects(prefills.fleet, held_there, request.prompt_tokens, now, weights)
+    turn = services.hand_overs.turns.find(request, now)
+    fetch = _fetch(services, turn, prefills.workers) if turn is not None else None
+    there = prospects(prefills.fleet, held_there, request.prompt_tokens, now, weights, fetch)
     here = prospects(decodes.fleet, held_here, request.prompt_tokens, now, weights)
     transfer_s = _transfer_s(services, prefills.workers, decodes.workers, here, request)
-    return Pairing(request, prefills, decodes, compare(there, here, transfer_s, weights.interference))
+    return Pairing(request, prefills, decodes, compare(there, here, transfer_s, weights.interference), turn)
 
 
 async def find_decoder(
@@ -184,6 +190,13 @@ def _weights(services: Services, worker: Worker) -> Weights:
     config = services.config.disaggregation
     read_s = worker.config.tiers.kv_bytes_per_token / (config.decode_gb_s * 1e9)
     return Weights(interference=config.interference, itl_weight=config.itl_weight, read_s=read_s)
+
+
+def _fetch(services: Services, turn: Turn, prefills: list[Worker]) -> Fetch:
+    """Return what pulling a kept turn takes."""
+    kv_bytes = turn.worker.config.tiers.kv_bytes_per_token
+    rate = services.hand_overs.rates.bytes_per_s
+    return Fetch(turn.tokens, np.array([kv_bytes / rate(turn.worker.name, worker.name) for worker in prefills]))
 
 
 def _transfer_s(

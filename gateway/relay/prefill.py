@@ -33,6 +33,7 @@ class PrefillLeg:
         route: where it goes; ends with the leg.
         body: what is sent.
         is_retried: where it fails, another worker is tried, which is to be counted.
+        pulls: it pulls KV from another worker, whose fault it is where it answers 500.
 
     Attributes:
         worker: where it goes.
@@ -53,6 +54,7 @@ class PrefillLeg:
         route: Route,
         body: bytes,
         is_retried: bool = True,
+        pulls: bool = False,
     ) -> None:
         self.worker = route.worker
         self.hit_tokens = route.hit_tokens
@@ -66,6 +68,7 @@ class PrefillLeg:
         self._plan = plan
         self._route = route
         self._is_retried = is_retried
+        self._pulls = pulls
         self._upstream: Upstream | None = None
         self._response: ResponseHead | None = None
         self._body = bytearray()
@@ -176,7 +179,10 @@ class PrefillLeg:
             self._resolve(None)
             return
         self.refused = response.status < 500 and response.status not in REFUSED_STATUSES
-        self._resolve(refused_by(response))
+        if self._pulls and response.status == 500:
+            self._resolve(Failure(FailureKind.PARTNER, "could not pull KV"))
+        else:
+            self._resolve(refused_by(response))
 
     def on_upstream_lost(self, failure: Failure) -> None:
         """It ended before that."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.fleet.registry import State
 from gateway.observe.record import Outcome
 from sim.server import Fault, SimWorker, WorkerSettings
 from tests.peers import (
@@ -38,6 +39,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 ALWAYS = {"policy": "always"}
 AT_ONCE_S = 0.1
+KEPT_S = 3600.0  # of clocks that run faster than the machine may be
 
 
 def body_of(path: str, **fields: Any) -> bytes:
@@ -72,7 +74,13 @@ async def fleet(
         for role, faults in (("prefill", prefills), ("decode", decodes)):
             for fault in faults:
                 settings = WorkerSettings(
-                    model=MODEL, role=role, pd=connector, speed=20, faults=(fault,) if fault else ()
+                    model=MODEL,
+                    role=role,
+                    pd=connector,
+                    speed=20,
+                    lease_s=KEPT_S,
+                    pull_back_s=KEPT_S,
+                    faults=(fault,) if fault else (),
                 )
                 workers.append(await stack.enter_async_context(SimWorker(settings)))
         settings = [
@@ -252,6 +260,67 @@ async def test_a_handed_over_stream_that_is_cut_goes_on_elsewhere_where_that_is_
         assert (record.outcome, record.resumptions) == (Outcome.OK, 1)
         assert text_of(resumed) == text_of(whole)
         assert sum(handovers(apart.rig).values()) == 3
+
+
+def turns(rig: Rig) -> dict[str, float]:
+    lines = rig.services.observer.render().decode().splitlines()
+    begin = 'kvway_handover_turns_total{outcome="'
+    counted = (line.removeprefix(begin).split('"} ') for line in lines if line.startswith(begin))
+    return {outcome: float(count) for outcome, count in counted}
+
+
+async def two_turns(apart: Fleet, path: str, second_prompt: str = PROMPT) -> list[Message]:
+    """Ask twice, the second time with a longer prompt and another prefill worker than the first."""
+    for worker in apart.rig.services.registry.workers.values():
+        worker.block_size = 16
+    first = await ask(apart.rig, path)
+    await apart.rig.settled()
+    registry = apart.rig.services.registry
+    registry.set_state(registry.workers["w0"], State.DRAINING)
+    longer = f"{second_prompt} and so on, at length" * 2
+    fields = {"messages": [{"role": "user", "content": longer}]} if path == CHAT else {"prompt": longer}
+    second = await ask(apart.rig, path, **fields)
+    await apart.rig.settled()
+    return [first, second]
+
+
+async def test_the_next_turns_prefill_worker_pulls_what_the_decode_worker_keeps() -> None:
+    async with fleet("nixl", (None, None), disaggregation=ALWAYS | {"pull_back_s": 60}) as apart:
+        first, second = await two_turns(apart, TEXT)
+        assert (first.status, second.status) == (200, 200)
+        assert computed(apart.prefills[1])
+        cached = msgspec.json.decode(second.body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == apart.rig.records[0].prompt_tokens // 16 * 16
+        assert turns(apart.rig)["pulled"] == 1
+
+
+async def test_a_turn_whose_tokens_the_engine_counts_otherwise_is_not_pulled() -> None:
+    async with fleet("nixl", (None, None), disaggregation=ALWAYS | {"pull_back_s": 60}) as apart:
+        _, second = await two_turns(apart, CHAT)  # without a tokenizer, a chat's tokens are estimated
+        assert second.status == 200
+        assert turns(apart.rig) == {}
+
+
+async def test_a_prompt_that_does_not_go_on_from_a_kept_turn_pulls_nothing() -> None:
+    async with fleet("nixl", (None, None), disaggregation=ALWAYS | {"pull_back_s": 60}) as apart:
+        await two_turns(apart, TEXT, "another story" + PROMPT)
+        assert "pulled" not in turns(apart.rig) and turns(apart.rig)["kept"]
+
+
+async def test_a_kept_turn_that_is_gone_is_computed_by_the_same_worker_and_nobody_is_blamed() -> None:
+    async with fleet("nixl", (None, None), disaggregation=ALWAYS | {"pull_back_s": 60}) as apart:
+        apart.prefills[1].begin_fault(Fault("lose_transfer", count=1))
+        _, second = await two_turns(apart, TEXT)
+        assert second.status == 200
+        assert turns(apart.rig)["failed"] == 1
+        assert apart.rig.blamed == []
+        assert computed(apart.prefills[1])
+
+
+async def test_nothing_is_kept_unless_it_is_switched_on() -> None:
+    async with fleet("nixl", (None, None)) as apart:
+        await two_turns(apart, TEXT)
+        assert turns(apart.rig) == {}
 
 
 async def test_pairs_are_measured() -> None:

@@ -16,6 +16,7 @@ from tests.sim_clients import worker_and_client
 
 TEXT = "/v1/completions"
 IDS = list(range(100, 420))
+LEASE_S = 3600.0  # of clocks that run faster than the machine may be
 PREFILL = {"prompt": IDS, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
 CAPTURED = msgspec.json.decode((DATA / "vllm-0.32" / "pd_nixl.json").read_bytes())["completions"]
 
@@ -30,7 +31,8 @@ async def pair(
         served = []
         for role, fault in (("prefill", prefill), ("decode", decode)):
             faults = (fault,) if fault else ()
-            served.append(await stack.enter_async_context(worker_and_client(pd=pd, role=role, faults=faults)))
+            worker = worker_and_client(pd=pd, role=role, faults=faults, lease_s=LEASE_S)
+            served.append(await stack.enter_async_context(worker))
         yield served[0], served[1]
 
 
@@ -109,3 +111,17 @@ async def test_an_sglang_worker_of_one_role_refuses_requests_that_name_no_room()
         for _, client in served:
             answer = await client.post(TEXT, json={"prompt": IDS})
             assert (answer.status_code, "bootstrap room" in answer.text) == (400, True)
+
+
+async def test_a_prefill_worker_pulls_what_the_decode_worker_keeps_of_the_turn_before():
+    async with (
+        worker_and_client(pd="nixl", role="prefill", lease_s=LEASE_S) as (_, prefill),
+        worker_and_client(pd="nixl", role="prefill") as (_, other),
+        worker_and_client(pd="nixl", role="decode", pull_back_s=LEASE_S) as (_, decode),
+    ):
+        kept = (await decoded(decode, await prefilled(prefill))).json()["kv_transfer_params"]
+        assert (kept["do_remote_decode"], kept["do_remote_prefill"], kept["remote_num_tokens"]) == (True, False, 324)
+        body = PREFILL | {"prompt": [*IDS, *range(50)], "kv_transfer_params": kept | {"remote_num_tokens": 320}}
+        answer = await other.post(TEXT, json=body)
+        assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 320
+        assert (await other.post(TEXT, json=body)).status_code == 500  # given away once
