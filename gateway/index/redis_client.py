@@ -36,10 +36,11 @@ from gateway.index.redis_address import Place, parse_url
 from gateway.index.redis_link import Address, Link, open_link
 from gateway.index.redis_tls import SentinelTlsConnection, TlsConnection, trust_cluster, trust_one
 
-UNREACHABLE: Final = (RedisError, RedisClusterException, OSError, TimeoutError)
+UNREACHABLE: Final = (RedisError, RedisClusterException, OSError, TimeoutError, RuntimeError)
 """What every command may raise. It may have been carried out all the same.
 
-``RedisClusterException``, which is no ``RedisError``, says that no node of a cluster answers, or that none has a key.
+``RedisClusterException``, which is no ``RedisError``, says that no node of a cluster answers, or that none has a key;
+``RuntimeError`` comes from uvloop where a connection was reset just before the command is sent.
 """
 
 TIMED_OUT: Final = (RedisTimeoutError, TimeoutError)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import redis
 
+from gateway.config import IndexConfig
 from gateway.index.publisher import FIRST_PRIVATE_SLOT
+from gateway.index.redis_client import UNREACHABLE, RedisClient
 from policies.base import Tier
 from tests.index_rig import Replica, began, is_down, says, until
 from tests.residency import hits, prompt
@@ -190,3 +192,19 @@ async def test_a_server_that_was_never_there_is_no_error(replica: Replica) -> No
     await index.clear(slot)
     await index.release_slot(slot)
     assert await hits(index, chunks, [slot]) == [0]
+
+
+async def test_a_connection_that_is_reset_just_before_a_command_is_a_server_out_of_reach(valkey: Valkey) -> None:
+    client = RedisClient(IndexConfig(url=valkey.url))
+    connection = await client.commands.connection_pool.get_connection()
+    valkey.freeze()
+    await connection.send_command("PING")
+    valkey.kill()  # what it has not read makes the kernel reset the connection
+
+    async def is_reset() -> bool:
+        return connection._writer.is_closing()
+
+    await until(is_reset)
+    with pytest.raises(UNREACHABLE):
+        await connection.send_command("PING")
+    await client.close()
