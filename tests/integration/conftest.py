@@ -52,7 +52,6 @@ def admin(valkey: Valkey) -> Iterator[redis.Redis]:
 async def replica(valkey: Valkey, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Replica]:
     """Build replicas that share one index and look at it ten times as often as usual; close them in the end."""
     monkeypatch.setattr("gateway.index.publisher._RENEW_S", LEASE_S / 100)
-    monkeypatch.setattr("gateway.index.publisher._CLAIM_TIMEOUT_S", 0.2)
     namespace = f"test-{next(_namespaces)}"
     built: list[RedisIndex] = []
 
