@@ -1,8 +1,8 @@
 """How fast KV events get from a worker's socket into the index: decode, assemble, write.
 
 ``python -m tests.bench.events [--json]``. Every block of a workload is stored once and removed once, as in an engine
-whose cache is full; both count. The rate is per second that a core worked, so that other programs on the machine
-disturb it less; with Redis, the time until other replicas can see the outcome is added in full.
+whose cache is full, a prompt's last block first; both count. The rate is per second that a core worked, so that other
+programs on the machine disturb it less; with Redis, the time until other replicas can see the outcome is added in full.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import random
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter, process_time
@@ -33,6 +32,7 @@ from tests.valkey import Valkey
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 8192
 TOKENS = 1_000_000
+VOCABULARY = range(150_000)
 ROUNDS = 3
 BATCHES_AT_ONCE = 64
 
@@ -51,7 +51,7 @@ class Workload:
         stored, removed = [], []
         for _ in range(TOKENS // PROMPT_TOKENS):
             stores = list(self._stores())
-            hashes = [block for event in stores for block in reversed(event["block_hashes"])]
+            hashes = [block for event in reversed(stores) for block in reversed(event["block_hashes"])]
             removals = [
                 {"type": "BlockRemoved", "block_hashes": [one], "medium": "GPU", "group_idx": 0} for one in hashes
             ]
@@ -67,7 +67,7 @@ class Workload:
                 "type": "BlockStored",
                 "block_hashes": hashes,
                 "parent_block_hash": parent,
-                "token_ids": array("I", random.randbytes(4 * self.block_size * self.blocks)).tolist(),
+                "token_ids": random.choices(VOCABULARY, k=self.block_size * self.blocks),
                 "block_size": self.block_size,
                 "lora_id": None,
                 "medium": "GPU",
