@@ -9,6 +9,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from gateway.admin.explain_pairs import explain_pairs, print_pairs
 from gateway.errors import BadRequest
 from gateway.relay.route import PROMPT_PATHS, find_residency, make_plan
 from gateway.relay.services import Services
@@ -27,7 +28,8 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
 
     Returns:
         ``policy``, ``model``, ``prompt_tokens``, ``chunks``, ``worker``, ``reason``, ``expected_hit_tokens``,
-        ``predicted_ttft_s`` and ``candidates``: per worker its residency and the terms of its score.
+        ``predicted_ttft_s`` and ``candidates``: per worker its residency and the terms of its score. Where workers have
+        roles, ``disaggregation``, too: see ``explain_pairs``; ``candidates`` then are about staying whole.
 
     Raises:
         GatewayError: the request would be refused.
@@ -46,7 +48,7 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
         row |= {f"{tier.name.lower()}_tokens": tokens for tier, tokens in zip(Tier, tiers, strict=True)}
         if services.dispatcher is not None:
             row["held_requests"], row["held_s"] = services.dispatcher.waiting(services.registry.workers[row["worker"]])
-    return {
+    explanation = {
         "policy": policy.name,
         "model": plan.model,
         "prompt_tokens": plan.request.prompt_tokens,
@@ -57,6 +59,9 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
         "predicted_ttft_s": decision.predicted_ttft,
         "candidates": rows,
     }
+    if services.registry.apart:
+        explanation["disaggregation"] = await explain_pairs(services, plan, path, body)
+    return explanation
 
 
 def prompt_path(path: str, body: bytes) -> str:
@@ -73,6 +78,10 @@ def prompt_path(path: str, body: bytes) -> str:
 
 def print_explanation(explanation: dict[str, Any], console: Console) -> None:
     """Print what ``explain`` returned: one line of summary, then the terms of the chosen and the next candidates."""
+    if "disaggregation" in explanation:
+        print_pairs(explanation["disaggregation"], console)
+        if explanation["disaggregation"]["apart"]:
+            return
     console.print(
         f"{explanation['worker']} by {explanation['policy']} ({explanation['reason']}): "
         f"{explanation['expected_hit_tokens']:,} of {explanation['prompt_tokens']:,} prompt tokens cached, "

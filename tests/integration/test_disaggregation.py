@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from gateway.admin.explain import explain, print_explanation
 from gateway.fleet.registry import State
 from gateway.observe.record import Outcome
 from sim.server import Fault, SimWorker, WorkerSettings
@@ -384,6 +386,48 @@ async def test_break_even_sends_long_prompts_apart_and_cached_ones_not() -> None
         assert (await apart.rig.settled()).reason == "apart"
         await ask(apart.rig, CHAT)
         assert (await apart.rig.settled()).reason != "apart"
+
+
+async def test_explain_shows_whether_a_request_goes_apart_by_which_terms_and_counts_nothing() -> None:
+    config = {"policy": "break-even", "link_gb_s": 400, "latency_s": 0.001}
+    async with fleet("nixl", (None, None), (None, None), disaggregation=config) as apart:
+        services = apart.rig.services
+        explained = (await explain(services, CHAT, body_of(CHAT)))["disaggregation"]
+        assert (explained["apart"], explained["why"]) == (False, "break-even")
+        services.registry.fleet.column("running")[2:] += 50  # they would wait for this prompt
+        explained = (await explain(services, CHAT, body_of(CHAT)))["disaggregation"]
+        assert (explained["apart"], explained["why"]) == (True, "break-even")
+        best, other = explained["pairs"]
+        assert (best["chosen"], best["prefill"], best["decode"]) == (True, "w0", "w2")
+        assert (other["chosen"], other["prefill"]) == (False, "w1")
+        assert best["cost"] < explained["whole"][0]["cost"]
+        arrives_s = best["wait_s"] + best["work_s"] + best["transfer_s"]
+        assert best["cost"] == pytest.approx(arrives_s + best["step_s"] + best["decode_s"])
+        whole = explained["whole"][0]
+        terms = ("wait_s", "work_s", "interference_s", "decode_s")
+        assert whole["cost"] == pytest.approx(sum(whole[term] for term in terms))
+        services.registry.fleet.column("running")[2:] -= 50
+        assert services.ledger.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("connector", "policy", "field", "expected"),
+    [
+        ("nixl", "always", {}, (True, "always")),
+        ("nixl", "never", {}, (False, "never")),
+        ("nixl", "always", {"n": 2}, (False, "form")),
+        ("sglang", "never", {}, (True, "sglang")),
+    ],
+)
+async def test_explain_says_what_leaves_no_choice(
+    connector: str, policy: str, field: dict[str, Any], expected: tuple[bool, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with fleet(connector, disaggregation={"policy": policy}) as apart:
+        explanation = await explain(apart.rig.services, TEXT, body_of(TEXT, **field))
+    explained = explanation["disaggregation"]
+    assert (explained["apart"], explained["why"]) == expected
+    print_explanation(explanation, Console(width=80))
+    assert ("w0 prefills and w1 decodes" in capsys.readouterr().out) is expected[0]
 
 
 # What goes over the wire
