@@ -13,6 +13,9 @@ from sim.requests import Trace
 
 EvictionName = Literal["lru", "radix", "cost", "salience"]
 OffloadName = Literal["store", "evict"]
+MOST_WORKERS: Final = 10_000
+MOST_BLOCKS: Final = 20_000_000
+MOST_SAMPLES: Final = 10_000_000
 EVICTIONS: Final[tuple[EvictionName, ...]] = ("lru", "radix", "cost", "salience")
 
 
@@ -306,6 +309,8 @@ class FleetSettings:
         for name in ("workers", "capacity_tokens", "block_tokens", "max_batched_tokens", "max_running", "layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"fleet: {name} must be at least 1, not {getattr(self, name)}")
+        if self.workers > MOST_WORKERS:
+            raise ValueError(f"fleet: workers must be at most {MOST_WORKERS}, not {self.workers}")
         if self.max_batched_tokens < self.max_running:
             raise ValueError(
                 f"fleet: max_batched_tokens ({self.max_batched_tokens}) must be at least max_running "
@@ -341,6 +346,16 @@ class FleetSettings:
     def check(self, trace: Trace) -> None:
         """Raise ValueError, naming the request, if the fleet cannot serve a trace."""
         size, most = trace.block_tokens, self.capacity_tokens // trace.block_tokens
+        if self.workers * most > MOST_BLOCKS:
+            raise ValueError(
+                f"fleet: {self.workers} workers with {self.capacity_tokens} tokens of HBM are {self.workers * most:,} "
+                f"blocks of {size} tokens; at most {MOST_BLOCKS:,} can be simulated"
+            )
+        if (last_s := trace.requests[-1].arrival_s) / self.sample_s * self.workers > MOST_SAMPLES:
+            raise ValueError(
+                f"trace {trace.name!r} lasts {last_s:.3g} s, too long for samples of {self.workers} workers every "
+                f"{self.sample_s:g} s; raise sample_s or load"
+            )
         if size % self.block_tokens:
             raise ValueError(
                 f"trace {trace.name!r}: blocks of {size} tokens are not multiples of the engine's {self.block_tokens}"

@@ -10,6 +10,7 @@ from itertools import chain
 from sim.requests import SimRequest, Trace
 
 _COMMON_SHARE = 0.01  # a block in more requests than this is everybody's: it tells no conversations apart
+_MOST_REQUESTS = 5_000_000
 _SHIFT_SHARE = 0.05  # copies of a conversation begin apart by up to this share of the trace's time
 
 
@@ -35,10 +36,15 @@ def scale_working_set(trace: Trace, factor: float, seed: int = 0) -> Trace:
     the factor; a factor that is no whole number copies some of them once less. Below 1, some are left out.
 
     Raises:
-        ValueError: the factor is not above 0, or leaves nothing.
+        ValueError: the factor is not above 0, or leaves nothing, or more than can be held in memory.
     """
     if not 0 < factor < float("inf"):
         raise ValueError(f"ws must be above 0 and finite, not {factor}")
+    if factor * len(trace.requests) > _MOST_REQUESTS:
+        raise ValueError(
+            f"ws {factor:g} makes {factor * len(trace.requests):.3g} requests of the {len(trace.requests):,} of trace "
+            f"{trace.name!r}; at most {_MOST_REQUESTS:,} can be simulated"
+        )
     rng = random.Random(seed)
     groups = conversations(trace)
     names = dict.fromkeys(groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -86,39 +87,58 @@ def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
     Raises:
         ValueError: the file cannot be read, a key is not known, or a value is out of range.
     """
-    raw = _read_yaml(path) if path is not None else {}
+    raw, node = _read_yaml(path) if path is not None else ({}, None)
     host_tokens = flags.pop("host_tokens", None)
     given = {name: value for name, value in flags.items() if value is not None}
-    where = f"{path}: " if path is not None else ""
-    _reject_unknown(raw, msgspec.inspect.type_info(FleetSettings), where)
     wanted = _with_tier_numbers(raw) | given
     if isinstance(profile := wanted.get("profile"), str) and profile in PROFILES:
         shape = find_shape(profile.split("/")[0])
         wanted = {"capacity_tokens": kv_capacity_tokens(profile), "layers": shape.layers} | wanted
     try:
+        _reject_unknown(raw, msgspec.inspect.type_info(FleetSettings), "$")
         fleet = msgspec.convert(wanted, FleetSettings, strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}{error}") from None
+        raise ValueError(f"{path}:{_line_of(str(error), node)}: {error}" if path is not None else str(error)) from None
     if host_tokens:
         fleet = replace(fleet, tiers=(host_tier(fleet.speed, host_tokens), *fleet.tiers))
     return fleet
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
+    """Return a mapping, and its parts with their lines."""
     try:
-        raw = yaml.safe_load(path.read_bytes())
+        text = path.read_bytes()
+        raw, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         raise ValueError(f"{path}:{line}: {error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: not YAML ({error})") from None
     if raw is None:
-        return {}
+        return {}, None
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         raise ValueError(f"{path}:1: a fleet is a mapping, for instance `workers: 8`")
-    return raw
+    return raw, node
+
+
+def _line_of(mistake: str, node: yaml.Node | None) -> int:
+    """Return the line of what a message is about, as far down its path, ``$.tiers[0].tier``, as the file goes."""
+    line = 1
+    _, _, path = mistake.rpartition(" - at `$")
+    for part in re.findall(r"[^.\[\]`]+", path):
+        if isinstance(node, yaml.MappingNode):
+            found = [(key, value) for key, value in node.value if key.value == part]
+        elif isinstance(node, yaml.SequenceNode) and part.isdigit():
+            found = [(value, value) for value in node.value[int(part) :][:1]]
+        else:
+            break
+        if not found:
+            break
+        key, node = found[-1]
+        line = key.start_mark.line + 1
+    return line
 
 
 def _reject_unknown(raw: Any, kind: msgspec.inspect.Type, where: str) -> None:
@@ -128,15 +148,17 @@ def _reject_unknown(raw: Any, kind: msgspec.inspect.Type, where: str) -> None:
             _reject_unknown(raw, each, where)
     elif isinstance(kind, msgspec.inspect.VarTupleType) and isinstance(raw, list):
         for number, entry in enumerate(raw):
-            _reject_unknown(entry, kind.item_type, f"{where.rstrip(': ')}[{number}]: ")
+            _reject_unknown(entry, kind.item_type, f"{where}[{number}]")
     elif isinstance(kind, msgspec.inspect.DataclassType) and isinstance(raw, dict):
         known = {field.name: field.type for field in kind.fields}
         for key, value in raw.items():
             if key not in known:
                 near = get_close_matches(str(key), known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise ValueError(f"{where}unknown key {key!r}{hint} Keys: {', '.join(known)}.")
-            _reject_unknown(value, known[key], f"{where}{key}: ")
+                raise msgspec.ValidationError(
+                    f"unknown key {key!r}{hint} Keys: {', '.join(known)} - at `{where}.{key}`"
+                )
+            _reject_unknown(value, known[key], f"{where}.{key}")
 
 
 def _with_tier_numbers(raw: dict[str, Any]) -> dict[str, Any]:
