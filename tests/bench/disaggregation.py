@@ -1,0 +1,166 @@
+"""What moving KV between workers gains, in the simulator: hand-overs from prefill to decode, and fetched prefixes.
+
+``python -m tests.bench.disaggregation [apart] [--json]``: six workers of which two or three prefill, under the policies
+``always``, ``never`` and ``break-even``.
+
+``python -m tests.bench.disaggregation [pull] [--json]``: four workers that do both, and fetch prefixes from one another
+over links of several speeds, or do not; for agents whose contexts are long, and for bursts of one cold prompt.
+
+Llama 70B on four H100 per worker, ``expected-cost``, requests released least work first, means over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from multiprocessing import get_context
+from statistics import fmean
+from typing import Any, Final, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sim.engine import simulate
+from sim.fleet import DisaggregationSettings, FleetSettings, PullSettings
+from sim.generators import generator
+from sim.scaling import working_set_tokens
+
+Kind = Literal["apart", "pull"]
+Figures = dict[str, float]
+
+APART: Final = {
+    # long tasks, of which everything but a step is cached from the second turn on
+    "agents": ("agents:sessions=96,turns=8,task_tokens=12000,spread_s=40", 2),
+    "agents, 3 prefill": ("agents:sessions=96,turns=8,task_tokens=12000,spread_s=40", 3),
+    # a third of them: nobody waits
+    "few agents": ("agents:sessions=32,turns=8,task_tokens=12000,spread_s=40", 2),
+    # nothing but new documents
+    "documents": ("rag:requests=600,rate=6,documents=600,zipf=0,document_tokens=8000", 3),
+}
+APART_GB_S: Final = 40.0
+POLICIES: Final = ("always", "never", "break-even")
+
+LONG_AGENTS: Final = (
+    "agents:sessions=32,turns=15,system_tokens=2000,task_tokens=30000,observation_tokens=3000,think_s=2"
+)
+PULL: Final = {  # traffic, and its working set over the HBM of all workers; 0: as much HBM as there is
+    "agents, ws/cap 0.5": (LONG_AGENTS, 0.5),
+    "agents, ws/cap 0.7": (LONG_AGENTS, 0.7),
+    "bursts": ("bursts:bursts=40", 0.0),
+}
+PULL_GB_S: Final = (0.0, 10.0, 20.0, 40.0, 80.0)
+SEEDS: Final = {"apart": 2, "pull": 3}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One simulation: a line of the table, and a seed."""
+
+    kind: Kind
+    cell: str
+    choice: str | float
+    seed: int
+
+
+def jobs_of(kind: Kind) -> Iterator[Job]:
+    cells, choices = (APART, POLICIES) if kind == "apart" else (PULL, PULL_GB_S)
+    for cell, choice, seed in product(cells, choices, range(SEEDS[kind])):
+        yield Job(kind, cell, choice, seed)
+
+
+def run(job: Job) -> Figures:
+    """Simulate one job."""
+    source, amount = (APART if job.kind == "apart" else PULL)[job.cell]
+    trace = generator(source).trace(job.seed)
+    if isinstance(job.choice, str):
+        apart = DisaggregationSettings(prefill_workers=int(amount), bytes_per_s=APART_GB_S * 1e9, policy=job.choice)  # type: ignore[arg-type]
+        fleet = FleetSettings(workers=6, disaggregation=apart)
+    else:
+        pull = PullSettings(bytes_per_s=job.choice * 1e9) if job.choice else None
+        fleet = FleetSettings(workers=4, pull=pull)
+        if amount:
+            capacity = round(working_set_tokens(trace) / amount / fleet.workers)
+            fleet = replace(fleet, capacity_tokens=capacity)
+    result = simulate(trace, fleet, "expected-cost", seed=job.seed)
+    summary = result.summary()
+    moved = summary.get("transfers", summary.get("pulls", 0))
+    return {
+        "ttft_mean_s": float(summary["ttft_mean_s"]),
+        "ttft_p99_s": float(summary["ttft_p99_s"]),
+        "itl_mean_s": float(summary["itl_mean_s"]),
+        "answer_mean_s": float(np.nanmean(result.finish_s - result.arrival_s)),
+        "requests_per_s": float(summary["requests_per_s"]),
+        "hit_rate": float(summary["hit_rate"]),
+        "moved_share": float(moved) / len(trace.requests),
+    }
+
+
+def mean_of(found: Sequence[Figures]) -> Figures:
+    return {name: fmean(figures[name] for figures in found) for name in found[0]}
+
+
+def measured(kind: Kind) -> dict[tuple[str, str | float], Figures]:
+    """Simulate everything, two at a time, and return the means over the seeds by cell and choice."""
+    jobs = list(jobs_of(kind))
+    lines: dict[tuple[str, str | float], list[Figures]] = {}
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        for job, figures in zip(jobs, pool.map(run, jobs), strict=True):
+            lines.setdefault((job.cell, job.choice), []).append(figures)
+    return {line: mean_of(found) for line, found in lines.items()}
+
+
+def table(kind: Kind, found: dict[tuple[str, str | float], Figures]) -> Table:
+    shown = Table(title=f"{kind}, means of {SEEDS[kind]} seeds", title_justify="left")
+    shown.add_column("traffic")
+    shown.add_column("policy" if kind == "apart" else "link")
+    for title in ("TTFT s", "p99 s", "ITL ms", "answer s", "requests/s", "hits", "moved"):
+        shown.add_column(title, justify="right")
+    for (cell, choice), figures in found.items():
+        shown.add_row(
+            cell,
+            choice if isinstance(choice, str) else (f"{choice:g} GB/s" if choice else "none"),
+            f"{figures['ttft_mean_s']:.3f}",
+            f"{figures['ttft_p99_s']:.2f}",
+            f"{figures['itl_mean_s'] * 1e3:.1f}",
+            f"{figures['answer_mean_s']:.2f}",
+            f"{figures['requests_per_s']:.2f}",
+            f"{figures['hit_rate']:.1%}",
+            f"{figures['moved_share']:.0%}",
+        )
+    return shown
+
+
+def wins(found: dict[tuple[str, str | float], Figures], figure: str) -> list[str]:
+    """Return the cells in which a figure is less with ``break-even`` than with ``always`` and with ``never``."""
+    cells = dict.fromkeys(cell for cell, _ in found)
+    values = {cell: [found[cell, policy][figure] for policy in POLICIES] for cell in cells}
+    return [cell for cell, (always, never, break_even) in values.items() if break_even < min(always, never)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.disaggregation", description=__doc__.splitlines()[0])
+    parser.add_argument("kind", nargs="?", choices=("apart", "pull"), help="one of them; default: both")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    options = parser.parse_args()
+    console = Console(stderr=options.json, width=110)
+    kinds: tuple[Kind, ...] = (options.kind,) if options.kind else ("apart", "pull")
+    report: dict[str, Any] = {}
+    for kind in kinds:
+        found = measured(kind)
+        console.print(table(kind, found))
+        report[kind] = [{"traffic": cell, "choice": choice, **figures} for (cell, choice), figures in found.items()]
+        if kind == "apart":
+            report["wins"] = {figure: wins(found, figure) for figure in ("ttft_mean_s", "answer_mean_s")}
+            for figure, cells in report["wins"].items():
+                console.print(f"{figure}: break-even beats both with {'; '.join(cells) or 'none'}")
+    if options.json:
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
