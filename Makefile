@@ -33,7 +33,7 @@ format: $(VENV)/ready ## let ruff format and fix
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/ready ## every benchmark, one after another
-	for name in prompt index events relay chaos sim fidelity policies peers; do $(BIN)/python -m tests.bench.$$name || exit 1; done
+	for name in prompt index events relay chaos sim fidelity policies disaggregation peers; do $(BIN)/python -m tests.bench.$$name || exit 1; done
 
 e2e-vllm: $(VENV)/ready ## two real vLLM workers behind the gateway (large download, some minutes)
 	$(PYTHON) -m tests.e2e.setup_vllm .venv-vllm
