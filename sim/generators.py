@@ -85,9 +85,8 @@ class Chat(_Struct, frozen=True):
         for number in range(self.sessions):
             start_s += rng.expovariate(self.rate)
             turns = 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / self.turns)) if self.turns > 1 else 1
-            pauses = [0.0, *(rng.expovariate(1 / self.think_s) for _ in range(turns - 1))]
-            lengths = [(_length(rng, self.message_tokens), _length(rng, self.output_tokens)) for _ in range(turns)]
-            requests += _conversation(f"chat-{number}", system, start_s, pauses, lengths, tools=False)
+            drawn = _turns(rng, [self.message_tokens] * turns, self.output_tokens, self.think_s)
+            requests += _conversation(f"chat-{number}", system, start_s, drawn, tools=False)
         return _trace("chat", requests, closed_loop=True)
 
 
@@ -119,12 +118,11 @@ class Agents(_Struct, frozen=True):
         rng = random.Random(seed)
         requests: list[SimRequest] = []
         system = _Text(count()).grown(self.system_tokens)
+        messages = [self.task_tokens, *[self.observation_tokens] * (self.turns - 1)]
         for number in range(self.sessions):
-            pauses = [0.0, *(rng.expovariate(1 / self.think_s) for _ in range(self.turns - 1))]
-            means = [self.task_tokens, *[self.observation_tokens] * (self.turns - 1)]
-            lengths = [(_length(rng, mean), _length(rng, self.output_tokens)) for mean in means]
+            drawn = _turns(rng, messages, self.output_tokens, self.think_s)
             start_s = rng.uniform(0, self.spread_s)
-            requests += _conversation(f"agent-{number}", system, start_s, pauses, lengths, tools=True)
+            requests += _conversation(f"agent-{number}", system, start_s, drawn, tools=True)
         return _trace("agents", requests, closed_loop=True)
 
 
@@ -249,16 +247,25 @@ def _length(rng: random.Random, mean: int) -> int:
     return max(1, round(rng.lognormvariate(math.log(mean) - _SPREAD**2 / 2, _SPREAD)))
 
 
+def _turns(rng: random.Random, messages: list[int], output_tokens: int, think_s: float) -> list[tuple[float, int, int]]:
+    """Draw the pause before each turn, and the tokens of its message and its answer, around these means."""
+    pauses = [0.0, *(rng.expovariate(1 / think_s) for _ in messages[1:])]
+    return [
+        (pause_s, _length(rng, mean), _length(rng, output_tokens))
+        for pause_s, mean in zip(pauses, messages, strict=True)
+    ]
+
+
 def _conversation(
-    name: str, text: _Text, start_s: float, pauses: list[float], lengths: list[tuple[int, int]], tools: bool
+    name: str, text: _Text, start_s: float, turns: list[tuple[float, int, int]], tools: bool
 ) -> Iterator[SimRequest]:
-    """Yield the turns of a conversation: ``lengths`` has what each adds before it is sent, and its answer's."""
+    """Yield the turns of a conversation."""
     arrival_s = start_s
-    for turn, (pause_s, (message_tokens, output_tokens)) in enumerate(zip(pauses, lengths, strict=True)):
+    for turn, (pause_s, message_tokens, output_tokens) in enumerate(turns, start=1):
         arrival_s += pause_s
         prompt = text.grown(message_tokens)
         text = prompt.grown(output_tokens)
-        calls_tool = tools and turn < len(lengths) - 1
+        calls_tool = tools and turn < len(turns)
         yield SimRequest(arrival_s, text.ids, prompt.tokens, output_tokens, name, think_s=pause_s, tool_call=calls_tool)
         arrival_s += output_tokens * _TOKEN_S
 
