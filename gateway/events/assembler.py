@@ -207,8 +207,11 @@ class Assembler:
                 for tier in TIERS_OF[gone]:
                     if self._drop_copy(key, tier):
                         gone &= ~(1 << tier)
-            self._change(block, block.tiers & ~gone)
-            if not block.tiers and block.next is None:
+            tiers = block.tiers & ~gone
+            if tiers or block.next is not None:
+                self._change(block, tiers)
+            else:
+                self._set(block, 0, NO_BLOCKS)
                 self._forget(key, block)
 
     def _describes(self, event: Stored) -> bool:
