@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from gateway.events.ages import EvictionAges
 from gateway.events.assembler import Assembler, Changes
-from gateway.events.decode import BadFrames, Cleared, Event, Removed, Stored, decode_batch
+from gateway.events.decode import BadFrames, Cleared, Event, decode_batch
 from gateway.events.lmcache import LOWER_TIERS, DirectoryBatch
 from gateway.events.subscriber import FeedStats, Subscriber
 from gateway.fleet.registry import NO_SLOT, Registry, Worker
@@ -298,7 +298,7 @@ class Feed:
                     event.tier = Tier.REMOTE
         stats.batches += 1
         stats.events += len(batch.events)
-        stats.blocks += sum(len(event.hashes) for event in batch.events if isinstance(event, Stored | Removed))
+        stats.blocks += sum([len(event.hashes) for event in batch.events if not isinstance(event, Cleared)])
         if batch.bad:
             stats.bad_events += batch.bad
             self._current().heard_all = False
