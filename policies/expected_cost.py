@@ -152,7 +152,7 @@ class ExpectedCost:
             if saved is not None:
                 work_s += float(saved[row]) - (pull.saved_s if pull is not None else 0.0)
         traffic.decided(row, start.fresh, prompt - hit, work_s, fleet.state.item(CAPACITY, row))
-        explain = partial(_explain, terms, over, prompt, hits, residency, fleet.names, start.key)
+        explain = partial(_explain, terms, over, prompt, hits, residency, fleet.names, start.key, saved)
         ttft_s = float(terms.wait[row]) + work_s
         if pull is not None:
             expected = min(hit + pull.tokens, prompt - 1)
@@ -259,8 +259,12 @@ def _explain(
     residency: Residency,
     names: Sequence[str],
     key: bytes,
+    saved: Values | None,
 ) -> Breakdown:
-    """Return the terms of every candidate; ``ring`` is its position on the way of the request's key, from 0."""
+    """Return the terms of every candidate; ``ring`` is its position on the way of the request's key, from 0.
+
+    Where workers can fetch, ``fetch_saves_s`` is what ``work_s`` is less by it.
+    """
     tiers = residency.tiers()
     ring = {row: position for position, row in enumerate(ring_of(tuple(names)).walk(key))}
     return [
@@ -274,6 +278,7 @@ def _explain(
             "displacement_s": float(terms.displacement[row]),
             "bounded": row in over,
             "ring": ring[row],
+            **({} if saved is None else {"fetch_saves_s": float(saved[row])}),
         }
         for row in range(len(names))
     ]

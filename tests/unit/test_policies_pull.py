@@ -89,6 +89,8 @@ def test_a_conversation_whose_worker_is_busy_moves_and_takes_its_cache_along(n):
     decision = decide(pulling(make_fleet(n, **busy)), residency)
     assert decision.worker != 0
     assert decision.reason == "pull"
+    saves_s = [row["fetch_saves_s"] for row in decision.breakdown(make_fleet(n))]
+    assert saves_s[0] == 0 < saves_s[decision.worker] == pytest.approx(decision.pull.saved_s)
     assert (decision.pull.source, decision.pull.tokens, decision.expected_hit_tokens) == (0, 10_240, 10_240)
     # what is left to compute, and the transfer
     assert decision.predicted_ttft == pytest.approx(
