@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway.admin.explain_pairs import explain_pairs, print_pairs
-from gateway.errors import BadRequest
-from gateway.relay.route import PROMPT_PATHS, find_residency, make_plan
+from gateway.relay.route import find_residency, make_plan, prompt_path
 from gateway.relay.services import Services
 from policies.base import Tier
 
@@ -62,18 +61,6 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
     if services.registry.apart:
         explanation["disaggregation"] = await explain_pairs(services, plan, path, body)
     return explanation
-
-
-def prompt_path(path: str, body: bytes) -> str:
-    """Return a request's path; an empty one is found from the body, an OpenAI chat or completion.
-
-    Raises:
-        BadRequest: requests to it have no prompt.
-    """
-    path = path or ("/v1/chat/completions" if b'"messages"' in body else "/v1/completions")
-    if path not in PROMPT_PATHS:
-        raise BadRequest(f"Requests to {path} go to the least loaded worker; there is nothing to explain.")
-    return path
 
 
 def print_explanation(explanation: dict[str, Any], console: Console) -> None:

@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 
-from gateway.admin.explain import prompt_path
 from gateway.caches.coordinator import Coordinator, TokenSequence
 from gateway.caches.engines import reset_prefix_cache
 from gateway.caches.warm_up import WarmUps
@@ -21,7 +20,7 @@ from gateway.errors import GatewayError, NotFound, NotPossible, UnknownModel
 from gateway.events.feeds import EventFeeds
 from gateway.fleet.polling import control_client
 from gateway.fleet.registry import Candidates, Worker
-from gateway.relay.route import only_model
+from gateway.relay.route import only_model, prompt_path
 from gateway.relay.services import Services
 from gateway.replication.seen import SeenPrompt
 from policies.base import Residency, Tier
@@ -213,10 +212,11 @@ class CacheControl:
                 f"empties the whole cache of a worker."
             )
         sequence = self._sequence(await self._read(path, body))
+        tier = "all" if (await self.coordinator.lookup(sequence)).lies_below else "l1"
         rows = []
         for name in [self._worker(name).name for name in names] or await self.coordinator.instances():
             try:
-                deleted, kept = await self.coordinator.delete(name, sequence, "all")
+                deleted, kept = await self.coordinator.delete(name, sequence, tier)
                 rows.append({"worker": name, "deleted_keys": deleted, "kept_keys": kept})
             except GatewayError as error:
                 rows.append({"worker": name, "problem": error.message})

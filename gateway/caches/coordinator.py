@@ -50,10 +50,12 @@ class Directory(msgspec.Struct):
         chunks: whole chunks of the prompt.
         holdings: instance → tokens of its leading run by tier: what it has itself, and what it can read of shared
             stores.
+        lies_below: whether any of it lies in ``l2`` anywhere.
     """
 
     chunks: int
     holdings: dict[str, dict[Tier, int]]
+    lies_below: bool
 
     @property
     def held_tokens(self) -> int:
@@ -155,7 +157,8 @@ class Coordinator:
         registered, found = await asyncio.gather(
             self.instances(), self._ask("POST", "/directory/lookup", _Lookup, self._keys(sequence))
         )
-        return Directory(found.chunks, _leading_runs(found.results, registered))
+        lies_below = any(place.tier == "l2" for result in found.results for place in result.placements)
+        return Directory(found.chunks, _leading_runs(found.results, registered), lies_below)
 
     async def pin(self, sequence: TokenSequence) -> Pinned:
         """Keep a prompt's chunks from being evicted from ``l2`` for the sake of quotas, on all instances."""
@@ -186,7 +189,7 @@ class Coordinator:
         Args:
             instance: whose.
             sequence: the prompt.
-            tier: ``l1``, ``l2`` or ``all``.
+            tier: ``l1``, ``l2`` or ``all``; servers without ``l2`` refuse to delete in it.
 
         Returns:
             Keys that were deleted, and keys that are locked or pinned and stay.

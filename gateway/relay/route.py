@@ -167,6 +167,18 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
     return Plan(model, bool(request.stream), routing_request, forwarded, policy)
 
 
+def prompt_path(path: str, body: bytes) -> str:
+    """Return the path of a request that an operator asks about; an empty one is an OpenAI chat's or completion's.
+
+    Raises:
+        BadRequest: requests to it have no prompt.
+    """
+    path = path or ("/v1/chat/completions" if b'"messages"' in body else "/v1/completions")
+    if path not in PROMPT_PATHS:
+        raise BadRequest(f"Requests to {path} have no prompt; they go to the least loaded worker.")
+    return path
+
+
 def only_model(registry: Registry) -> str:
     """Return the model a request means that names none: the only one there is.
 

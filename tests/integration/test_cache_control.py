@@ -337,13 +337,17 @@ async def test_a_prompt_leaves_the_one_worker_only_once_the_other_has_all_of_it(
 
 async def test_clear_empties_lmcaches_servers_too_or_deletes_one_prompt_from_them() -> None:
     deleted = {"instance_id": "worker-0", "requested": 2, "affected": 4, "skipped": 1}
-    async with with_lmcache({"POST /cache/delete": deleted}, ("worker-0",)) as (admin, coordinator, server):
+    answers = {"POST /cache/delete": deleted, "POST /directory/lookup": recorded("lookup")}
+    async with with_lmcache(answers, ("worker-0",)) as (admin, coordinator, server):
         rows = (await ask(admin, "clear", None))["workers"]
         assert [row["lmcache"] for row in rows] == ["cleared", None]
         assert asked(server, "POST", "/cache/clear") == [{"tier": "l1"}]
         rows = (await ask(admin, "clear"))["workers"]
         assert rows == [{"worker": "worker-0", "deleted_keys": 4, "kept_keys": 1}]
-        assert asked(coordinator, "POST", "/cache/delete")[0]["tier"] == "all"
+        answers["POST /directory/lookup"] = {"chunks": 0, "results": []}
+        await ask(admin, "clear")
+        # A server without lower tiers refuses to delete there, so it is not asked where nothing lies below.
+        assert [each["tier"] for each in asked(coordinator, "POST", "/cache/delete")] == ["all", "l1"]
 
 
 async def test_a_coordinator_that_is_away_spoils_nothing_that_does_not_need_it() -> None:
