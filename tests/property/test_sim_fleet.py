@@ -17,6 +17,7 @@ from sim.fleet import (
     Failure,
     FleetSettings,
     GatewaySettings,
+    PullSettings,
     ReplicationSettings,
     TierSettings,
 )
@@ -64,6 +65,7 @@ fleets = st.builds(
         budget_tokens=st.sampled_from([1, 1000]),
     ),
     replication=st.sampled_from([None, ReplicationSettings(copies=2, uses=2, interval_s=0.5)]),
+    pull=st.sampled_from([None, PullSettings(bytes_per_s=100e9, latency_s=0.0)]),
 )
 
 # session, tokens that the turn adds, answer, milliseconds of thought, whether it ends with a tool call
