@@ -15,6 +15,36 @@ from typing import Generic, TypeVar
 Chunk = TypeVar("Chunk", bound=Hashable)
 
 
+class Prefixes(Generic[Chunk]):
+    """The chunks of some prompts. A chunk stands for all before it: what two prompts share is gone through once."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[Chunk, int] = {}  # → chunks after it and prompts that end there
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Count in a prompt."""
+        counts = self._counts
+        for chunk in reversed(chunks):
+            counts[chunk] = counts.get(chunk, 0) + 1
+            if counts[chunk] > 1:
+                return
+
+    def remove(self, chunks: Sequence[Chunk]) -> None:
+        """Count out a prompt that was counted in."""
+        counts = self._counts
+        for chunk in reversed(chunks):
+            counts[chunk] -= 1
+            if counts[chunk]:
+                return
+            del counts[chunk]
+
+    def chunks(self) -> Set[Chunk]:
+        """Return the chunks of all of them."""
+        return self._counts.keys()
+
+
 class _Nameless:
     """Tokens that take room and cannot be found again."""
 
@@ -35,6 +65,7 @@ class PrefixLru(Generic[Chunk]):
         self._chunk_tokens = chunk_tokens
         self._entries: OrderedDict[Chunk | _Nameless, Chunk | None] = OrderedDict()  # → the chain's first chunk
         self._tokens = 0
+        self._capacity_tokens = 0
 
     @property
     def tokens(self) -> int:
@@ -50,7 +81,7 @@ class PrefixLru(Generic[Chunk]):
             chunks: its prompt's whole chunks, from the first.
             other_tokens: tokens of the prompt behind them, and of the answer.
             capacity_tokens: size of the worker's cache, now.
-            running: chunks of the prompts that the worker still serves.
+            running: chunks of the prompts that the worker is answering. Those that wait there have no room yet.
 
         Returns:
             The chunks that were not held before, and those that had to go, each with the first chunk of its chain.
@@ -66,8 +97,21 @@ class PrefixLru(Generic[Chunk]):
             entries[chunk] = chunks[0]
         for chunk in reversed(chunks):
             entries.move_to_end(chunk)
+        self._capacity_tokens = capacity_tokens
+        return new, self.make_room(running)
+
+    def make_room(self, running: Set[Chunk]) -> list[tuple[Chunk, Chunk]]:
+        """Let go what does not fit any more beside the prompts that the worker is answering.
+
+        Args:
+            running: their chunks.
+
+        Returns:
+            The chunks that had to go, each with the first chunk of its chain.
+        """
+        entries = self._entries
         gone: list[tuple[Chunk, Chunk]] = []
-        room = capacity_tokens
+        room = self._capacity_tokens
         if self._tokens + len(running) * self._chunk_tokens > room:  # else all that run have room, in any case
             room -= sum(chunk not in entries for chunk in running) * self._chunk_tokens
         while self._tokens > room and entries:
@@ -78,4 +122,4 @@ class PrefixLru(Generic[Chunk]):
                 assert root is not None
                 self._tokens -= self._chunk_tokens
                 gone.append((entry, root))
-        return new, gone
+        return gone

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from policies.base import N_TIERS, Residency, Tier
-from policies.recency import PrefixLru
+from policies.recency import Prefixes, PrefixLru
 from sim.tiers import EVERYONE, TierChange
 
 SMALL_FLEET: Final = 24
@@ -128,6 +128,7 @@ class Sent:
 
     worker: int
     chunks: Sequence[int]
+    running: bool = False
 
 
 class Speculations:
@@ -145,6 +146,7 @@ class Speculations:
         self._ttl_s = ttl_s
         # worker → chunk → chunks after it and prompts that end there
         self._counts: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self._running: defaultdict[int, Prefixes[int]] = defaultdict(Prefixes)
         self._settled: deque[tuple[float, Sent]] = deque()
 
     def add(self, worker: int, chunks: Sequence[int]) -> Sent:
@@ -158,9 +160,14 @@ class Speculations:
             masks[chunk] = masks.get(chunk, 0) | bit
         return Sent(worker, chunks)
 
-    def chunks(self, worker: int) -> Set[int]:
-        """Return what a worker is said to hold."""
-        return self._counts[worker].keys()
+    def running(self, worker: int) -> Set[int]:
+        """Return the chunks of the prompts that a worker is answering."""
+        return self._running[worker].chunks()
+
+    def run(self, sent: Sent) -> None:
+        """The worker begins to answer: the prompt has its room in the cache, until it is taken back."""
+        sent.running = True
+        self._running[sent.worker].add(sent.chunks)
 
     def settle(self, sent: Sent, now: float) -> None:
         """The worker answers: soon its events say what it holds."""
@@ -179,6 +186,9 @@ class Speculations:
 
     def forget(self, sent: Sent) -> None:
         """Take a prompt back; twice is harmless."""
+        if sent.running:
+            sent.running = False
+            self._running[sent.worker].remove(sent.chunks)
         masks, counts = self.masks, self._counts[sent.worker]
         bit = 1 << N_TIERS * sent.worker + Tier.HBM
         chunks, sent.chunks = sent.chunks, ()
@@ -212,7 +222,7 @@ class ApproximateCaches:
     def ended(self, worker: int, chunks: Sequence[int], tokens: int, running: Set[int]) -> None:
         """A worker has served a prompt of these whole chunks; prompt and answer have so many tokens.
 
-        ``running``: chunks of the prompts that it still serves.
+        ``running``: chunks of the prompts that it is answering.
         """
         cache = self._caches.get(worker)
         if cache is None:
@@ -220,6 +230,12 @@ class ApproximateCaches:
         new, gone = cache.ended(chunks, tokens - len(chunks) * self._chunk_tokens, self._capacity, running)
         self._index.store(worker, new, Tier.HBM)
         self._index.remove(worker, [chunk for chunk, _ in gone], Tier.HBM)
+
+    def answered(self, worker: int, running: Set[int]) -> None:
+        """A worker has begun to answer one of the prompts of these chunks; what it took room from is gone."""
+        cache = self._caches.get(worker)
+        if cache is not None:
+            self._index.remove(worker, [chunk for chunk, _ in cache.make_room(running)], Tier.HBM)
 
     def clear(self, worker: int) -> None:
         """The worker has begun anew."""

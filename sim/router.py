@@ -172,11 +172,14 @@ class Router:
         self.ledger.first_byte(dispatch.flight, now)
         if self._approximate is None:
             self.speculations.settle(dispatch.sent, now)
+        else:
+            self.speculations.run(dispatch.sent)
+            self._approximate.answered(dispatch.worker, self.speculations.running(dispatch.worker))
 
     def end(self, dispatch: Dispatch, now: float) -> None:
         """The request is no longer on its worker."""
         if self._approximate is not None and dispatch.flight.decoding:
-            running = self.speculations.chunks(dispatch.worker)
+            running = self.speculations.running(dispatch.worker)
             self._approximate.ended(dispatch.worker, dispatch.sent.chunks, dispatch.tokens, running)
         if self._approximate is not None or not dispatch.flight.decoding:
             self.speculations.forget(dispatch.sent)

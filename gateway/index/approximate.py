@@ -25,6 +25,23 @@ class ApproximateCache:
         self._index = index
         self._is_ours = is_ours
         self._caches: dict[int, PrefixLru[bytes]] = {}
+        self._crowded: set[int] = set()  # slots that have begun to answer since `make_room`
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether prompts have begun to be answered that others had to make room for."""
+        return bool(self._crowded)
+
+    def answered(self, slot: int) -> None:
+        """The worker in ``slot`` has begun to answer a prompt, which has its room in the cache now."""
+        if slot in self._caches:
+            self._crowded.add(slot)
+
+    async def make_room(self) -> None:
+        """Forget what had to go for prompts that are being answered."""
+        while self._crowded:
+            slot = self._crowded.pop()
+            await self._evict(slot, self._caches[slot].make_room(self._index.running(slot)))
 
     async def sent(
         self, slot: int, chunks: Sequence[bytes], chunk_tokens: int, capacity_tokens: float = 0, tokens: int = 0
@@ -44,10 +61,13 @@ class ApproximateCache:
         if cache is None:
             cache = self._caches[slot] = PrefixLru(chunk_tokens)
         capacity = int(capacity_tokens or DEFAULT_CAPACITY_TOKENS)
-        running = self._index.speculated(slot)
+        running = self._index.running(slot)
         new, gone = cache.ended(chunks, tokens - len(chunks) * chunk_tokens, capacity, running)
         if new:
             await self._index.store(slot, new, Tier.HBM, chunks[0])
+        await self._evict(slot, gone)
+
+    async def _evict(self, slot: int, gone: Sequence[tuple[bytes, bytes]]) -> None:
         evicted: dict[bytes, list[bytes]] = {}  # by root: the index takes one chain at a time
         for chunk, root in gone:
             evicted.setdefault(root, []).append(chunk)
@@ -62,3 +82,4 @@ class ApproximateCache:
     def forget(self, slot: int) -> None:
         """The slot has begun anew: it holds nothing."""
         self._caches.pop(slot, None)
+        self._crowded.discard(slot)

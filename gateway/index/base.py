@@ -11,6 +11,10 @@ from policies.base import Residency, Tier
 class Speculation(Protocol):
     """A prompt on its way: its chunks count as held by the worker it was sent to, until events say so themselves."""
 
+    def answered(self) -> None:
+        """The worker has begun to answer: the prompt has its room in the cache. Only where there are no events."""
+        ...
+
     def settle(self, now: float) -> None:
         """The worker has prefilled the prompt; forget the speculation ``speculative_ttl_s`` from ``now``."""
         ...
@@ -57,8 +61,8 @@ class ChunkIndex(Protocol):
         """
         ...
 
-    def speculated(self, slot: int) -> Set[bytes]:
-        """Return the chunks of all speculations on ``slot``, one that this process has acquired."""
+    def running(self, slot: int) -> Set[bytes]:
+        """Return the chunks of the prompts that ``slot``, one that this process has acquired, is answering."""
         ...
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:

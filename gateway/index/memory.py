@@ -53,9 +53,9 @@ class MemoryIndex:
         """Count a prompt as held by ``slot``; see ``ChunkIndex``."""
         return self._table.speculate(slot, chunks)
 
-    def speculated(self, slot: int) -> Set[bytes]:
-        """Return the chunks of all speculations on ``slot``; see ``ChunkIndex``."""
-        return self._table.speculated(slot)
+    def running(self, slot: int) -> Set[bytes]:
+        """Return the chunks of the prompts that ``slot`` is answering; see ``ChunkIndex``."""
+        return self._table.running(slot)
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
         """``slot`` now holds ``chunks`` in ``tier``; see ``ChunkIndex``."""

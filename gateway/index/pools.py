@@ -187,9 +187,9 @@ class PooledIndex:
         """See ``ChunkIndex``."""
         return self._index.speculate(slot, chunks)
 
-    def speculated(self, slot: int) -> Set[bytes]:
+    def running(self, slot: int) -> Set[bytes]:
         """See ``ChunkIndex``."""
-        return self._index.speculated(slot)
+        return self._index.running(slot)
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
         """See ``ChunkIndex``."""

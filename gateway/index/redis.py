@@ -127,9 +127,9 @@ class RedisIndex:
             return self._table.speculate(slot, tagged(chunks, chunks[0]))
         return self._others_overlay.add(self._number_among_others(slot), chunks)
 
-    def speculated(self, slot: int) -> Set[bytes]:
-        """Return the chunks of all speculations on ``slot``, one of ours; see ``ChunkIndex``."""
-        return {key[-DIGEST_BYTES:] for key in self._table.speculated(slot)}
+    def running(self, slot: int) -> Set[bytes]:
+        """Return the chunks of the prompts that ``slot``, one of ours, is answering; see ``ChunkIndex``."""
+        return {key[-DIGEST_BYTES:] for key in self._table.running(slot)}
 
     async def store(self, slot: int, chunks: Sequence[bytes], tier: Tier, root: bytes | None = None) -> None:
         """``slot``, one of ours, now holds ``chunks`` in ``tier``; see ``ChunkIndex``."""

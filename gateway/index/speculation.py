@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Final
 
 from policies.base import N_TIERS, Tier
+from policies.recency import Prefixes
 
 MAX_CHUNKS: Final = 1_000_000
 """Bound on the chunks of all speculations together; beyond it the oldest are forgotten."""
@@ -22,13 +23,18 @@ MAX_CHUNKS: Final = 1_000_000
 class SpeculativePrompt:
     """One prompt sent to one position; see ``gateway.index.base.Speculation``."""
 
-    __slots__ = ("_overlay", "chunks", "forget_at", "position")
+    __slots__ = ("_overlay", "chunks", "forget_at", "position", "running")
 
     def __init__(self, overlay: Overlay, position: int, chunks: Sequence[bytes]) -> None:
         self._overlay = overlay
         self.position = position
         self.chunks = chunks
         self.forget_at = inf
+        self.running = False
+
+    def answered(self) -> None:
+        """The worker has begun to answer: the prompt has its room in the cache."""
+        self._overlay.run(self)
 
     def settle(self, now: float) -> None:
         """The worker has prefilled the prompt: its own events should confirm it before the TTL is over."""
@@ -58,6 +64,7 @@ class Overlay:
         self._clock = clock
         self._masks: dict[bytes, int] = {}
         self._counts: dict[int, dict[bytes, int]] = {}  # position → chunk → what keeps it there
+        self._running: dict[int, Prefixes[bytes]] = {}  # position → prompts that it is answering
         self._live: dict[SpeculativePrompt, None] = {}  # oldest first
         self._settled: deque[SpeculativePrompt] = deque()
         self._n_chunks = 0
@@ -85,14 +92,22 @@ class Overlay:
         self._n_chunks += len(chunks)
         return speculation
 
-    def chunks(self, position: int) -> Set[bytes]:
-        """Return the chunks that ``position`` is said to hold."""
-        return self._counts.get(position, {}).keys()
+    def running(self, position: int) -> Set[bytes]:
+        """Return the chunks of the prompts that ``position`` is answering."""
+        running = self._running.get(position)
+        return frozenset() if running is None else running.chunks()
+
+    def run(self, speculation: SpeculativePrompt) -> None:
+        """``speculation`` is being answered, until it is settled or taken back."""
+        if speculation in self._live and speculation.forget_at == inf and not speculation.running:
+            speculation.running = True
+            self._running.setdefault(speculation.position, Prefixes()).add(speculation.chunks)
 
     def settle(self, speculation: SpeculativePrompt, now: float) -> None:
         """Forget ``speculation`` once its time to live is over, counted from ``now``."""
         if speculation in self._live and speculation.forget_at == inf:
             speculation.forget_at = now + self._ttl_s
+            self._run_no_more(speculation)
             self._settled.append(speculation)
         self._expire()
 
@@ -101,6 +116,7 @@ class Overlay:
         if speculation not in self._live:
             return
         del self._live[speculation]
+        self._run_no_more(speculation)
         self._n_chunks -= len(speculation.chunks)
         masks, counts = self._masks, self._counts[speculation.position]
         bit = 1 << N_TIERS * speculation.position + Tier.HBM
@@ -116,6 +132,14 @@ class Overlay:
                 del masks[chunk]
         if not counts:
             del self._counts[speculation.position]
+
+    def _run_no_more(self, speculation: SpeculativePrompt) -> None:
+        if speculation.running:
+            speculation.running = False
+            running = self._running[speculation.position]
+            running.remove(speculation.chunks)
+            if not running.chunks():
+                del self._running[speculation.position]
 
     def forget_position(self, position: int) -> None:
         """Take back everything that ``position`` was said to hold: its worker's cache is gone."""

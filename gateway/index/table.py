@@ -103,9 +103,9 @@ class ChunkTable:
         """Count ``chunks``, a prompt from its beginning, as held by ``slot`` in HBM."""
         return self._overlay.add(self._columns.get(slot, -1), chunks)
 
-    def speculated(self, slot: int) -> Set[bytes]:
-        """Return the chunks of all speculations on ``slot``."""
-        return self._overlay.chunks(self._columns.get(slot, -1))
+    def running(self, slot: int) -> Set[bytes]:
+        """Return the chunks of the prompts that ``slot`` is answering."""
+        return self._overlay.running(self._columns.get(slot, -1))
 
     def has_any(self, slots: Sequence[int]) -> bool:
         """Return whether one of ``slots`` is open here."""

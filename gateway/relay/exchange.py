@@ -299,6 +299,8 @@ class Exchange:
         self._moved_at = now
         if self._route is not None:
             self._route.answered(response.status, now)
+            if self._route.to_remember:
+                self._services.approximate.answered(self._route.worker.slot)
         self.body = b""  # nobody needs it any more, and streams live long
         if self._hand_over is not None:
             self._hand_over.begun(self._route)

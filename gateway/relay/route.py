@@ -108,6 +108,7 @@ class Route(msgspec.Struct):
             return
         if self.worker.config.kv_events is None:
             self.to_remember = True
+            self.speculation.answered()
         else:
             self.speculation.settle(now)
             self.speculation = None
@@ -291,6 +292,8 @@ async def find_residency(
     Raises:
         GatewayError: there are none.
     """
+    if services.approximate.is_crowded:
+        await services.approximate.make_room()
     registry = services.registry
     select = registry.prefilling if prefilling else registry.candidates
     while True:

@@ -71,6 +71,10 @@ class AnnouncedPrompt:
         self._number = number
         self._speculation = speculation
 
+    def answered(self) -> None:
+        """The worker has begun to answer; the others do not hear of it."""
+        self._speculation.answered()
+
     def settle(self, now: float) -> None:
         """The worker has prefilled the prompt."""
         self._outbox.ended(self._number, prefilled=True)

@@ -70,7 +70,9 @@ class Peers:
         for prompt in news.begun:
             worker = self._registry.workers.get(prompt.worker)
             if worker is not None:
-                peer.prompts[prompt.number] = prompt, self._index.speculate(worker.slot, prompt.chunks)
+                speculation = self._index.speculate(worker.slot, prompt.chunks)
+                speculation.answered()  # when it really is, is not told; too little room is the safe side
+                peer.prompts[prompt.number] = prompt, speculation
         for number in news.settled:
             if number in peer.prompts:
                 prompt, speculation = peer.prompts.pop(number)

@@ -238,10 +238,12 @@ async def _has_number(index: RedisIndex, slot: int, number: int) -> bool:
 
 
 
-async def test_what_is_speculated_on_a_slot_of_ours_is_known(replica: Replica) -> None:
+async def test_prompts_that_a_slot_of_ours_is_answering_are_known(replica: Replica) -> None:
     index = replica()
     slot = await index.acquire_slot("a")
     speculation = index.speculate(slot, prompt(3))
-    assert index.speculated(slot) == set(prompt(3))
+    assert index.running(slot) == set()
+    speculation.answered()
+    assert index.running(slot) == set(prompt(3))
     speculation.cancel()
-    assert index.speculated(slot) == set()
+    assert index.running(slot) == set()

@@ -42,14 +42,35 @@ async def test_the_least_recently_sent_goes_first_and_from_its_end(index: Memory
     assert await hits(index, second, [0]) == [4]
 
 
-async def test_prompts_on_their_way_leave_less_room(index: MemoryIndex, cache: ApproximateCache) -> None:
+async def test_prompts_being_answered_leave_less_room_and_those_that_wait_do_not(
+    index: MemoryIndex, cache: ApproximateCache
+) -> None:
     await cache.sent(0, prompt(6, seed=1), CHUNK, 10 * CHUNK)
     on_its_way = index.speculate(0, prompt(6, seed=2))
+    await cache.sent(0, prompt(1, seed=3), CHUNK, 10 * CHUNK)
+    assert await hits(index, prompt(6, seed=1), [0]) == [6]
+    on_its_way.answered()
     await cache.sent(0, prompt(1, seed=3), CHUNK, 10 * CHUNK)
     assert await hits(index, prompt(6, seed=1), [0]) == [3]
     on_its_way.cancel()
     await cache.sent(0, prompt(6, seed=4), CHUNK, 10 * CHUNK)
     assert await hits(index, prompt(6, seed=1), [0]) == [3]
+
+
+async def test_a_prompt_that_begins_to_be_answered_makes_room_before_any_ends(
+    index: MemoryIndex, cache: ApproximateCache
+) -> None:
+    await cache.sent(0, prompt(6, seed=1), CHUNK, 10 * CHUNK)
+    index.speculate(0, prompt(6, seed=2)).answered()
+    cache.answered(0)
+    cache.answered(1)  # of which nothing is known
+    assert cache.is_crowded
+    await cache.make_room()
+    assert not cache.is_crowded
+    assert await hits(index, prompt(6, seed=1), [0]) == [4]
+    cache.answered(0)
+    cache.forget(0)
+    await cache.make_room()
 
 
 async def test_a_shared_beginning_outlives_the_prompts_that_share_it(

@@ -154,20 +154,37 @@ def test_a_prompt_longer_than_the_bound_is_not_speculated(clock: Clock) -> None:
     assert len(overlay) == 1
 
 
+async def test_a_prompt_is_running_from_the_answers_begin_to_its_end(index: MemoryIndex, clock: Clock) -> None:
+    chunks = prompt(4)
+    first, second, third = (index.speculate(0, one) for one in (chunks, chunks[:2], prompt(3, seed=1)))
+    assert index.running(0) == set()
+    first.answered()
+    first.answered()
+    second.answered()
+    third.answered()
+    assert index.running(0) == {*chunks, *prompt(3, seed=1)}
+    assert index.running(1) == set()
+    first.settle(clock.now)
+    third.cancel()
+    assert index.running(0) == set(chunks[:2])
+    second.cancel()
+    first.answered()  # it was settled before
+    third.answered()
+    assert index.running(0) == set()
+
+
 def test_nothing_stays_behind(clock: Clock) -> None:
     overlay = Overlay(TTL_S, clock=clock)
     speculations = [overlay.add(position, prompt(5, seed % 3)) for seed, position in enumerate([0, 1, 0, 2, 1, 0])]
     for number, speculation in enumerate(speculations):
+        if number % 3:
+            speculation.answered()
         if number % 2:
             speculation.cancel()
         else:
             speculation.settle(clock.now)
     clock.now += TTL_S
     assert overlay.over([], prompt(5)) == []
-    assert (overlay._masks, overlay._counts, overlay._live, list(overlay._settled), overlay._n_chunks) == (
-        {},
-        {},
-        {},
-        [],
-        0,
-    )
+    left = overlay._masks, overlay._counts, overlay._running, overlay._live, list(overlay._settled)
+    assert left == ({}, {}, {}, {}, [])
+    assert overlay._n_chunks == 0

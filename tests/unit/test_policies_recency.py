@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policies.recency import PrefixLru
+from policies.recency import Prefixes, PrefixLru
 
 CHUNK = 100
 
@@ -34,6 +34,20 @@ def test_what_running_prompts_hold_leaves_less_room() -> None:
     running = {"a1", "r2", "r3"}
     assert cache.ended(["b1"], 0, 500, running) == (["b1"], [("a3", "a1")])
     assert cache.ended(["a1", "r2", "r3"], 0, 400) == (["r2", "r3"], [("a2", "a1")])
+
+
+def test_prompts_are_counted_in_and_out_with_what_they_share() -> None:
+    prompts: Prefixes[str] = Prefixes()
+    for chunks in (["a", "b", "c"], ["a", "b", "d"], ["a"], ["a", "b", "c"]):
+        prompts.add(chunks)
+    assert prompts.chunks() == {"a", "b", "c", "d"}
+    prompts.remove(["a", "b", "c"])
+    prompts.remove(["a", "b", "d"])
+    assert prompts.chunks() == {"a", "b", "c"}
+    prompts.remove(["a", "b", "c"])
+    assert prompts.chunks() == {"a"}
+    prompts.remove(["a"])
+    assert prompts.chunks() == set()
 
 
 def test_a_cache_without_room_ends_empty() -> None:

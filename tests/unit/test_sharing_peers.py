@@ -93,6 +93,14 @@ async def test_whole_news_heals_what_a_lost_message_left_behind(replica: Replica
     assert await replica.hits(prompt(2)) == [0, 0]
 
 
+async def test_the_others_prompts_take_room_from_their_dispatch(replica: Replica) -> None:
+    slot = replica.registry.workers["a"].slot
+    await replica.hear(News("x", False, {}, begun=[Prompt(1, "a", prompt(2))]))
+    assert replica.index.running(slot) == set(prompt(2))
+    await replica.hear(News("x", False, {}, settled=[1]))
+    assert replica.index.running(slot) == set()
+
+
 async def test_a_replica_that_falls_silent_is_forgotten_with_all_it_told(replica: Replica) -> None:
     await replica.hear(News("x", False, {"a": (10, 0.5, 2, 7)}, begun=[Prompt(1, "b", prompt(2))]))
     await replica.hear(News("y", False, {"a": (1, 0, 1, 1)}))
