@@ -4,6 +4,7 @@ import pytest
 from gateway.config import WorkerConfig
 from gateway.errors import NoWorker, UnknownModel
 from gateway.fleet.registry import Registry, State, Worker
+from policies.pull import NO_GROUP
 
 
 def make_worker(name, models=("llama",), state=State.READY, **config):
@@ -186,3 +187,27 @@ def test_load_elsewhere_counts_among_prefill_workers_too(registry):
         registry.add(make_worker(name, role=role))
     registry.elsewhere = np.ones_like(registry.fleet.state)
     assert registry.prefilling("llama").fleet.running.tolist() == [1]
+
+
+def test_the_links_to_fetch_over_are_those_of_the_candidates(registry):
+    rack, tiers = {"group": "rack", "gb_s": 20.0, "latency_s": 0.01}, {"kv_bytes_per_token": 200_000}
+    registry.add(make_worker("other", models=("qwen",), pull={"group": "qwens"}))
+    registry.add(make_worker("a", pull=rack, tiers=tiers))
+    registry.add(make_worker("alone"))
+    registry.add(make_worker("b", pull=rack, tiers=tiers))
+    for _ in range(2):
+        links = registry.candidates("llama").fleet.pulls
+        assert links.group.tolist() == [0, NO_GROUP, 0]
+        assert links.s_per_token[0] == pytest.approx(1e-5)
+        assert links.latency_s[0] == 0.01
+        registry.elsewhere = np.ones_like(registry.fleet.state)  # what others have in flight changes no links
+
+
+def test_models_whose_workers_name_no_group_have_no_links(registry):
+    registry.add(make_worker("a"))
+    registry.add(make_worker("other", models=("qwen",), pull={"group": "qwens"}))
+    assert registry.candidates("llama").fleet.pulls is None
+    assert registry.candidates("qwen").fleet.pulls is not None
+    registry.remove("other")
+    registry.elsewhere = np.ones_like(registry.fleet.state)
+    assert registry.candidates("llama").fleet.pulls is None
