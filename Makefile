@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all lint format bench e2e-vllm e2e-vllm-pd clean
+.PHONY: help demo test test-all lint format bench e2e-vllm e2e-vllm-pd e2e-lmcache clean
 
 help: ## list what can be made
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,5 +44,9 @@ e2e-vllm-pd: $(VENV)/ready ## two of them over NIXL, one that prefills and one t
 	.venv-vllm/bin/python -m pip install --quiet --no-deps nixl==1.5.2 nixl-cu12==1.5.1
 	$(BIN)/python -m pytest -m e2e tests/e2e/test_disaggregation.py
 
+e2e-lmcache: $(VENV)/ready ## a real LMCache coordinator and cache server beside simulated workers
+	$(PYTHON) -m tests.e2e.setup_lmcache .venv-lmcache
+	$(BIN)/python -m pytest -m e2e tests/e2e/test_cache_control.py
+
 clean: ## remove the virtual environments and caches
-	rm -rf $(VENV) .venv-vllm .venv-bench .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-lmcache .venv-bench .mypy_cache .ruff_cache .hypothesis
