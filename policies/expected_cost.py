@@ -129,7 +129,7 @@ class ExpectedCost:
         traffic.advance(fleet, now)
 
         hits, longest = _hits(residency, len(fleet), prompt)
-        start = self._start(request, prompt, longest, traffic, now)
+        start = self._start(request, prompt, longest, fleet, traffic, now)
         charged: Values = hits
         if self._params.replicate and start.met > len(fleet):
             # n prefills, one per worker, are shared by all the conversations that will start from this prefix
@@ -165,13 +165,16 @@ class ExpectedCost:
             traffic = self._traffic[model] = Traffic(self._params.rate_window_s, self._params.memory_s, now)
         return traffic
 
-    def _start(self, request: RoutingRequest, prompt: int, longest: int, traffic: Traffic, now: float) -> _Start:
+    def _start(
+        self, request: RoutingRequest, prompt: int, longest: int, fleet: FleetView, traffic: Traffic, now: float
+    ) -> _Start:
         """Find out whether the request goes on with a conversation that is cached, or starts a new one."""
         chunks = request.chunks
         known = min(longest // request.chunk_tokens, len(chunks))
         if known == 0:
             return _Start(True, 0.0, request.key())
-        met = traffic.met(chunks[known - 1], prompt, known < len(chunks), now)
+        prefill_s = longest * fleet.state.item(B, 0)
+        met = traffic.met(chunks[known - 1], prompt, known < len(chunks), prefill_s, now)
         fresh = met >= 0.5 or longest < self._params.fresh_share * prompt
         return _Start(fresh, met, request.ring_key or chunks[min(known, len(chunks) - 1)])
 

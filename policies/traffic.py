@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf
 from statistics import fmean
 from typing import Final
 
@@ -99,22 +99,27 @@ class Traffic:
         prior_tokens = PRIOR_GROWTH_TOKENS * PRIOR_CONVERSATIONS
         return (self._continued_tokens + prior_tokens) / (self._conversations + PRIOR_CONVERSATIONS)
 
-    def met(self, chunk: bytes, prompt_tokens: int, more: bool, now: float) -> float:
+    def met(self, chunk: bytes, prompt_tokens: int, more: bool, prefill_s: float, now: float) -> float:
         """Return how many conversations started from the prefix that ends with ``chunk``, and count this one.
 
         The known part of a prompt ends there. A conversation moves on: it comes back to such an end only with a longer
         prompt, and only until the next chunk is whole. Whoever else comes there has started from the same prefix.
+        Starts that are closer together than its prefill count as a part of one: a burst waits for a single prefill, and
+        says nothing of how often the prefix will be wanted.
 
         Args:
             chunk: the last known chunk of the prompt.
             prompt_tokens: length of the prompt.
             more: whether the prompt has whole chunks after it.
+            prefill_s: seconds that computing the prefix takes.
             now: monotonic seconds.
         """
-        count, at, last_tokens, last_more = self._ends.pop(chunk, (0.0, now, prompt_tokens, True))
+        count, at, last_tokens, last_more = self._ends.pop(chunk, (0.0, -inf, prompt_tokens, True))
         count *= exp(min(at - now, 0.0) / self._memory_s)
         same = prompt_tokens > last_tokens and not (more and last_more)
-        self._ends[chunk] = (count + (not same), now, prompt_tokens, more)
+        since = max(now - at, 0.0)
+        start = 0.0 if same else since / prefill_s if since < prefill_s else 1.0
+        self._ends[chunk] = (count + start, now, prompt_tokens, more)
         if len(self._ends) > MAX_ENDS:
             self._ends.popitem(last=False)
         return 0.0 if same else count

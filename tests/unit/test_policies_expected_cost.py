@@ -176,7 +176,7 @@ def test_the_price_of_delaying_others_grows_with_traffic_and_can_be_switched_off
 
 
 def start_conversations(policy, fleet, count, shared_tokens=5120):
-    """Start conversations from one system prompt that only the first worker, which is a little busy, holds."""
+    """Start a conversation a second from one system prompt that only the first worker, always a little busy, holds."""
     busy(fleet, 0, 0.05)
     residency = make_residency([shared_tokens] + [0] * (len(fleet) - 1))
     shared = make_request(shared_tokens, conversation=0).chunks
@@ -184,7 +184,8 @@ def start_conversations(policy, fleet, count, shared_tokens=5120):
     for number in range(1, count + 1):
         request = make_request(shared_tokens + 3 * CHUNK, conversation=number)
         request.chunks = [*shared, *request.chunks[len(shared) :]]
-        decisions.append(policy.decide(request, fleet, residency, now=0.0))
+        fleet.prefilling_since[0] = number
+        decisions.append(policy.decide(request, fleet, residency, now=float(number)))
     return decisions
 
 

@@ -80,9 +80,9 @@ def test_workers_that_are_gone_are_forgotten_when_they_become_too_many(traffic, 
 def test_time_that_goes_back_changes_nothing(traffic):
     fleet = make_fleet(4)
     traffic.advance(fleet, 1e9)
-    traffic.met(b"system", 500, True, 1e9)
+    traffic.met(b"system", 500, True, 0.5, 1e9)
     traffic.advance(fleet, 0.0)
-    assert traffic.met(b"system", 500, True, 0.0) == 1
+    assert traffic.met(b"system", 500, True, 0.5, 0.0) == 1
 
 
 def test_growth_is_what_conversations_add_after_their_first_request(traffic):
@@ -105,24 +105,32 @@ def test_a_new_conversation_takes_the_room_it_is_going_to_need_at_once_and_only_
 
 
 def test_a_prefix_that_many_conversations_start_from_is_counted(traffic):
-    assert [traffic.met(b"system", 500 + length, True, 0.0) for length in (0, 40, 10)] == [0, 1, 2]
+    assert [traffic.met(b"system", 500 + length, True, 0.5, at) for at, length in ((0, 0), (1, 40), (2, 10))] == (
+        pytest.approx([0, 1, 2], rel=0.01)
+    )
+
+
+def test_a_burst_that_waits_for_one_prefill_of_a_prefix_is_one_start(traffic):
+    for number in range(32):
+        traffic.met(b"burst", 500, False, 0.5, number / 1000)
+    assert traffic.met(b"burst", 500, False, 0.5, 60.0) == pytest.approx(1, rel=0.1)
 
 
 def test_a_conversation_that_comes_back_longer_is_not_counted_again(traffic):
     # its last chunk is not whole yet, then it is
-    assert [traffic.met(b"end", 500, False, 0.0), traffic.met(b"end", 560, False, 1.0)] == [0, 0]
-    assert traffic.met(b"end", 620, True, 2.0) == 0
+    assert [traffic.met(b"end", 500, False, 0.5, 0.0), traffic.met(b"end", 560, False, 0.5, 1.0)] == [0, 0]
+    assert traffic.met(b"end", 620, True, 0.5, 2.0) == 0
     # another one, which shares the prefix
-    assert traffic.met(b"end", 610, True, 3.0) == pytest.approx(1, rel=0.01)
+    assert traffic.met(b"end", 610, True, 0.5, 3.0) == pytest.approx(1, rel=0.01)
 
 
 def test_prefixes_are_forgotten_with_time(traffic):
-    traffic.met(b"system", 500, True, 0.0)
-    assert traffic.met(b"system", 500, True, 600.0) == pytest.approx(0.3679, rel=1e-3)
+    traffic.met(b"system", 500, True, 0.5, 0.0)
+    assert traffic.met(b"system", 500, True, 0.5, 600.0) == pytest.approx(0.3679, rel=1e-3)
 
 
 def test_only_so_many_prefixes_are_remembered_and_the_oldest_go_first(traffic):
     for number in range(MAX_ENDS + 1):
-        traffic.met(b"%d" % number, 500, True, 0.0)
-    assert traffic.met(b"0", 500, True, 0.0) == 0
-    assert traffic.met(b"%d" % MAX_ENDS, 500, True, 0.0) == 1
+        traffic.met(b"%d" % number, 500, True, 0.5, 0.0)
+    assert traffic.met(b"0", 500, True, 0.5, 0.0) == 0
+    assert traffic.met(b"%d" % MAX_ENDS, 500, True, 0.5, 0.0) == 1
