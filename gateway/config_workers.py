@@ -93,8 +93,8 @@ class ReplicationConfig(Section):
     """Prefixes that many prompts share are held in several failure domains; see docs/replication.md."""
 
     enabled: bool = Field(True, description="compute hot prefixes in a second failure domain; false: nothing of this")
-    interval_s: float = Field(10.0, gt=0, description="how often hot prefixes are looked for")
-    least_uses: int = Field(8, ge=2, description="prompts within interval_s that make the prefix they share hot")
+    interval_s: float = Field(20.0, gt=0, description="how often hot prefixes are looked for")
+    least_uses: int = Field(4, ge=2, description="prompts within interval_s that make the prefix they share hot")
     least_tokens: int = Field(1024, ge=1, description="shorter prefixes are computed anew soon enough")
     domains: int = Field(
         2, ge=2, description="failure domains to hold a hot prefix; a worker without a domain is one of its own"

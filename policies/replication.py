@@ -51,8 +51,7 @@ class PrefixUses(Generic[Chunk]):
         for last, chunks in self._prompts.items():
             # along a chain uses never grow: every prompt with a chunk has those before it
             length = bisect_left(chunks, True, key=lambda chunk: uses[chunk] < least_uses)
-            if length:
-                end = chunks[length - 1]
+            if length and (end := chunks[length - 1]) not in found:
                 found[end] = HotPrefix(chunks[:length], uses[end], last)
         self._uses = Counter()
         self._prompts = {}

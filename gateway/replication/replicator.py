@@ -62,6 +62,14 @@ class HeldPrefix(msgspec.Struct):
     domains: list[str]
 
 
+class _WarmUp(msgspec.Struct):
+    """A warm-up under way: what sees it through, the tokens that it computes, and the seconds that takes."""
+
+    leg: PrefillLeg
+    tokens: int
+    prefill_s: float
+
+
 class Replicator:
     """The background task.
 
@@ -93,7 +101,7 @@ class Replicator:
         self._uses: PrefixUses[bytes] = PrefixUses()
         self._allowance = Allowance(config.interval_s, monotonic())
         self._looks_waited: dict[bytes, int] = {}  # prefixes left to other replicas so far
-        self._under_way: dict[bytes, PrefillLeg] = {}
+        self._under_way: dict[bytes, _WarmUp] = {}
         self._refused_at: dict[Worker, float] = {}
         self._outcomes: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
@@ -107,7 +115,7 @@ class Replicator:
     async def close(self) -> None:
         """Look no more, and give up the warm-ups under way."""
         await stop(self._task)
-        legs = list(self._under_way.values())
+        legs = [warm_up.leg for warm_up in self._under_way.values()]
         for leg in legs:
             leg.cancel()
         await stop(*(leg.task for leg in legs))
@@ -138,7 +146,8 @@ class Replicator:
         self._refused_at = {worker: at for worker, at in self._refused_at.items() if now - at < _REFUSED_S}
         waited, self._looks_waited = self._looks_waited, {}
         held = []
-        for prefix, seen in await self._hot(ceil(config.least_uses / replicas)):
+        for prefix, seen in await self._hot(max(2, ceil(config.least_uses / replicas))):
+            await asyncio.sleep(0)  # a memory index answers without letting others have their turn
             with suppress(GatewayError):  # its model is served no more, or by nobody now
                 held.append(await self._keep(prefix, seen, waited.get(prefix.chunks[-1], 0)))
         self.held = held
@@ -183,7 +192,7 @@ class Replicator:
         homes = new_homes(holders, domains, self._costs(candidates, residency, tokens), self._config.domains)
         if not homes:
             self._skipped["no_room"] += 1
-        elif float(np.mean(candidates.fleet.pending_prefill_s)) > self._config.max_queue_s:
+        elif self._queue_s(candidates) > self._config.max_queue_s:
             self._skipped["load"] += 1
         else:
             self._warm(request, seen, candidates, homes[0], min(hits[homes[0]], tokens), now)
@@ -223,25 +232,30 @@ class Replicator:
         if warm_up is None:
             self._skipped["unreadable"] += 1
             return
-        new_tokens = warm_up.tokens - hit_tokens
-        if not self._allowance.spend(new_tokens):
+        tokens = warm_up.tokens - hit_tokens
+        if not self._allowance.spend(tokens):
             self._skipped["budget"] += 1
             return
         plan = Plan(seen.model, True, request)
         route = count_on(self._services, plan, candidates.workers[row], hit_tokens, "warm-up", now)
         leg = PrefillLeg(self._services, warm_up.head, plan, route, warm_up.body, is_retried=False)
-        self._under_way[request.chunks[-1]] = leg
-        leg.task.add_done_callback(partial(self._ended, request.chunks[-1], leg, new_tokens))
+        self._under_way[request.chunks[-1]] = _WarmUp(leg, tokens, route.flight.prefill_s)
+        leg.task.add_done_callback(partial(self._ended, request.chunks[-1]))
 
-    def _ended(self, end: bytes, leg: PrefillLeg, new_tokens: int, _: asyncio.Task[Any]) -> None:
-        del self._under_way[end]
-        if leg.answer is not None:
+    def _ended(self, end: bytes, _: asyncio.Task[Any]) -> None:
+        ended = self._under_way.pop(end)
+        if ended.leg.answer is not None:
             self._outcomes["completed"] += 1
-            self._warmed_tokens += new_tokens
+            self._warmed_tokens += ended.tokens
             return
         self._outcomes["failed"] += 1
-        if leg.refused:
-            self._refused_at[leg.worker] = monotonic()
+        if ended.leg.refused:
+            self._refused_at[ended.leg.worker] = monotonic()
+
+    def _queue_s(self, candidates: Candidates) -> float:
+        """Return the seconds of prefill that wait at a worker on average, warm-ups of ours aside."""
+        ours = sum(warm_up.prefill_s for warm_up in self._under_way.values())
+        return (float(np.sum(candidates.fleet.pending_prefill_s)) - ours) / len(candidates.workers)
 
     def _prefill_rate(self) -> float:
         """Return the tokens per second that the fleet can prefill."""

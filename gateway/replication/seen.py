@@ -13,8 +13,8 @@ from gateway.prompt.request import InferenceRequest
 from policies.chunks import TOKEN_BYTES
 
 
-class SeenPrompt(msgspec.Struct):
-    """A prompt that was asked for.
+class SeenPrompt(msgspec.Struct, gc=False):
+    """A prompt that was asked for. As there are many, the garbage collector is kept from walking them.
 
     Attributes:
         model: the name that the client used, of a model or an adapter.

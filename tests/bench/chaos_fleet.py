@@ -54,10 +54,13 @@ class Fleet:
             for http, events, replay in self._ports
         ]
 
-    async def kill_and_restart(self, number: int, down_s: float) -> None:
+    def kill(self, number: int) -> None:
         self._processes[number].kill()
         self._processes[number].wait()
         self.faults["kill"] += 1
+
+    async def kill_and_restart(self, number: int, down_s: float) -> None:
+        self.kill(number)
         await asyncio.sleep(down_s)
         self._processes[number] = self._spawn(number)
         await self._until_healthy(number)

@@ -70,6 +70,7 @@ async def play(trace: Trace, fleet: FleetSettings, policy: str, speed: float) ->
             "prompt": {"chunk_tokens": trace.block_tokens},
             "index": {"speculative_ttl_s": fleet.gateway.speculation_s / speed},
             "policy": {"name": policy, "params": _times_of(policy, speed)},
+            "replication": {"enabled": False},  # nor does the simulated gateway copy prefixes
             "log": {"level": "warning", "requests": False},
         }
         stack.enter_context(running(kvway("serve", "--config", write_config(folder, config))))
