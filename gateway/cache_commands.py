@@ -90,7 +90,7 @@ def prefetch(
     parameters = {"path": path, "worker": worker, "by": by}
     answer = _ask(admin, "POST", "prefetch", parameters, read_prompt(request, text, model))
     _show(answer, as_json)
-    raise typer.Exit(int(answer.get("found_keys", 0) != answer.get("total_keys", 0)))
+    raise typer.Exit(int(not has_come_whole(answer)))
 
 
 @cache_app.command()
@@ -136,7 +136,7 @@ def clear(
         from gateway.caches.tables import print_rows
 
         print_rows(rows, Console())
-    raise typer.Exit(int(any("problem" in row or row.get("engine", "cleared") != "cleared" for row in rows)))
+    raise typer.Exit(int(not all(map(is_cleared, rows))))
 
 
 @cache_app.command()
@@ -163,6 +163,17 @@ def quota(
         _fail("give --limit-gb, or --remove")
     method, bound = ("DELETE", {}) if remove else ("PUT", {"limit_gb": limit_gb})
     _show(_ask(admin, method, "quota", {"salt": salt, **bound}, b""), as_json)
+
+
+def has_come_whole(answer: dict[str, Any]) -> bool:
+    """Return whether a prefetch brought all of its prompt; one that LMCache has not completed in time did not."""
+    found = answer.get("found_keys", 0)
+    return found is not None and found == answer.get("total_keys", 0)
+
+
+def is_cleared(row: dict[str, Any]) -> bool:
+    """Return whether nothing of a worker, or nothing of a prompt there, was left behind for want of a backend."""
+    return "problem" not in row and {row.get("engine"), row.get("lmcache")} <= {"cleared", None}
 
 
 def read_prompt(request: Path | None, text: str, model: str) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from gateway.cache_commands import read_prompt
+from gateway.cache_commands import has_come_whole, is_cleared, read_prompt
 from gateway.caches.warm_up import TokenBudget
 from gateway.events.ages import EvictionAges
 
@@ -35,6 +35,21 @@ def test_a_model_is_named_only_where_the_request_names_none(tmp_path: Path) -> N
     file = tmp_path / "prompt"
     file.write_text('{"prompt": "x", "model": "its own"}')
     assert json.loads(read_prompt(file, "", "m"))["model"] == "its own"
+
+
+def test_a_prefetch_is_done_only_when_all_has_come() -> None:
+    assert has_come_whole({"by": "warm-up", "tokens": 64, "cached_tokens": None})
+    assert has_come_whole({"by": "coordinator", "found_keys": 4, "total_keys": 4})
+    assert not has_come_whole({"by": "coordinator", "found_keys": 3, "total_keys": 4})
+    assert not has_come_whole({"by": "coordinator", "found_keys": None, "total_keys": None})
+
+
+def test_a_clear_is_done_only_when_nothing_refused() -> None:
+    assert is_cleared({"worker": "w", "engine": "cleared", "lmcache": None, "index": "cleared"})
+    assert is_cleared({"worker": "w", "deleted_keys": 0, "kept_keys": 0})
+    assert not is_cleared({"worker": "w", "engine": "It cannot.", "lmcache": None, "index": None})
+    assert not is_cleared({"worker": "w", "engine": "cleared", "lmcache": "It cannot.", "index": "cleared"})
+    assert not is_cleared({"worker": "w", "problem": "It cannot."})
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
