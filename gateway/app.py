@@ -153,7 +153,7 @@ class Gateway:
         self._public.bind()
         self._admin.bind()
         fleet = (self.sharing, self.feeds, self.health, self.models, self.scraper, self.drift)
-        for part in (*fleet, self.recorder, self.replicator):
+        for part in (*fleet, self.recorder, self.replicator, self.services.hand_overs.notices):
             if part is not None:
                 await part.start()
         for entry in self.config.workers:
@@ -187,7 +187,8 @@ class Gateway:
             await asyncio.wait(self._serving)
         upstream = self.services.upstream
         fleet = (self.replicator, self.discovery, self.drift, self.scraper, self.models, self.health)
-        known = (self.sharing, self.feeds, upstream, self.prompts, self.index)
+        notices = self.services.hand_overs.notices
+        known = (self.sharing, self.feeds, notices, upstream, self.prompts, self.index)
         for part in (self.caches, *fleet, *known, self.recorder):
             if part is not None:
                 await part.close()

@@ -82,6 +82,12 @@ class DisaggregationConfig(Section):
     lease_s: Seconds = Field(
         20.0, description="how long KV that was not fetched can still be; less than the engines' kv_lease_duration"
     )
+    lmcache_bind: str | None = Field(
+        None,
+        pattern=r"^tcp://.+:\d+$",
+        description="where prefill workers with pd lmcache tell that KV is written (pd_proxy_port): tcp://*:7500; "
+        "without it their answer says so (pd_skip_proxy_notification)",
+    )
     pull_back_s: Seconds = Field(
         0.0,
         description="how long decode workers with pd nixl keep the KV of an answered turn, for the prefill of the next "
@@ -151,13 +157,21 @@ class WorkerSettings(Section):
     role: Literal["mixed", "prefill", "decode"] = Field(
         "mixed", description="what the engine is set up for, where prefill and decode are apart"
     )
-    pd: Literal["nixl", "mooncake", "sglang"] = Field(
+    pd: Literal["nixl", "mooncake", "lmcache", "sglang"] = Field(
         "nixl",
         description="how KV goes from prefill to decode: vLLM's NixlConnector or MooncakeConnector, or SGLang's "
         "disaggregation; see docs/disaggregation.md",
     )
     bootstrap_port: WorkerPort = Field(
         8998, description="of a prefill worker with pd mooncake or sglang: port of its bootstrap server"
+    )
+    lmcache_init_ports: tuple[WorkerPort, ...] = Field(
+        (7300,),
+        min_length=1,
+        description="of a decode worker with pd lmcache: its pd_peer_init_port, one for each tensor-parallel rank",
+    )
+    lmcache_alloc_ports: tuple[WorkerPort, ...] = Field(
+        (7400,), min_length=1, description="the same for its pd_peer_alloc_port"
     )
     kv_capacity_tokens: int = Field(0, ge=0, description="KV cache size; 0: read it from the worker's metrics")
     pool: str = Field(

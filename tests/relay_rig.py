@@ -142,6 +142,8 @@ async def relay(
         registry.add(worker)
         worker.slot = await index.acquire_slot(worker.name)
         registry.set_state(worker, State.READY)
+    notices = services.hand_overs.notices
+    await notices.start()
     app = _app()
     uvicorn_config = uvicorn.Config(
         app,
@@ -168,7 +170,7 @@ async def relay(
         for connection in list(state.connections):
             connection.transport.abort()
         await eventually(lambda: not state.connections and not state.tasks)
-        for part in (services.upstream, health, services.prompts, index):
+        for part in (notices, services.upstream, health, services.prompts, index):
             await part.close()
 
 

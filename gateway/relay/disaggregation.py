@@ -5,7 +5,8 @@ whether the request goes over two workers, sees to the prefill leg of every atte
 the other leg; the answer that the client gets is that of the decode worker, as it comes. Until its first byte
 everything can be done again elsewhere.
 
-With NIXL one leg follows the other. With Mooncake and SGLang they run at once: what fails takes the other with it.
+With NIXL and LMCache one leg follows the other. With Mooncake and SGLang they run at once: what fails takes the other
+with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gateway.relay.answer import Answer
 from gateway.relay.cached import CachedTokens
 from gateway.relay.handovers import bootstrap_url
 from gateway.relay.head import RequestHead, ResponseHead
-from gateway.relay.pairing import Pairing, find_decoder, find_pairing, judge
+from gateway.relay.pairing import Chosen, Pairing, find_decoder, find_pairing, judge
 from gateway.relay.prefill import PrefillLeg
 from gateway.relay.retry import Failure, FailureKind
 from gateway.relay.route import Plan, Route, count_leg, count_on, decide, dispatch, find_residency, leave_out
@@ -73,6 +74,8 @@ class HandOver:
         self._moved_tokens = 0  # of the prompt, to the decode worker
         self._awaits_token = False  # its head was there, and was no error
         self._completed = False
+        self._receives: Worker | None = None  # the decode worker that LMCache writes to
+        self._written: asyncio.Future[None] | None = None  # and when it has
         self._reader: ParamsReader | None = None  # of answers whose decode worker keeps their KV
         self._sent_at = 0.0
 
@@ -135,7 +138,8 @@ class HandOver:
         """The attempt has failed: nothing is left of its prefill leg, unless that can be of use to the next."""
         if self._leg is None or self._decoder is None:
             return
-        if failure.kind is FailureKind.CONNECT and self._leg.answer is not None:
+        pushed = self._leg.worker.config.pd == "lmcache"
+        if failure.kind is FailureKind.CONNECT and self._leg.answer is not None and not pushed:
             return  # nobody has fetched its KV
         if failure.kind is FailureKind.PARTNER:
             self._blameless.append(self._decoder)
@@ -172,47 +176,60 @@ class HandOver:
             if chosen is None:
                 return None
             worker = chosen.prefill
-            route = count_leg(services, plan, worker, chosen.hit_tokens, monotonic(), decodes=False)
-            turn = pairing.turn
-            body = await self._bodies(worker, turn)
+            turn = pairing.turn if worker.config.pd == "nixl" else None
             pairing = None
+            route = count_leg(services, plan, worker, chosen.hit_tokens, monotonic(), decodes=False)
+            body = await self._bodies(chosen, turn)
             if body is None:
                 route.end(monotonic())
             else:
                 pulls = turn is not None
                 self._leg = leg = PrefillLeg(services, self._exchange.head, plan, route, body, pulls=pulls)
-                if worker.config.pd != "nixl":
+                if worker.config.pd in legs.AT_ONCE:
                     leg.on_failure = self._lost
                     return leg
-                await leg.task
-                if pulls:
-                    services.hand_overs.turns.outcomes["pulled" if leg.answer is not None else "failed"] += 1
-                if leg.answer is not None and leg.answer.hands_over:
+                if await self._prefilled(leg, pulls):
                     return leg
                 self._leg, self._refused = None, leg.refused
-                if leg.refused or leg.failure is None:
+                if leg.refused:
+                    return None
+                if leg.failure is None:  # it has answered, but its KV cannot be had
+                    services.hand_overs.ended(worker, "", "prefill_failed")
                     return None
                 if pulls and leg.failure.kind is FailureKind.PARTNER:
-                    continue  # it was not there any more: the same worker can compute it
-            self._tried.append(worker)
+                    continue  # what it was to pull is gone: the same worker can compute it
             services.hand_overs.ended(worker, "", "prefill_failed")
+            self._tried.append(worker)
             if not services.budget.spend(monotonic()):
                 return None
         return None
 
+    async def _prefilled(self, leg: PrefillLeg, pulls: bool) -> bool:
+        """Wait for a prefill leg that comes before the decode leg; return whether its KV can be had."""
+        await leg.task
+        if pulls:
+            self._services.hand_overs.turns.outcomes["pulled" if leg.answer is not None else "failed"] += 1
+        if leg.worker.config.pd == "nixl":
+            return leg.answer is not None and leg.answer.hands_over
+        assert self._written is not None
+        if leg.answer is None:
+            self._written.cancel()
+            return False
+        await asyncio.wait([self._written], timeout=self._services.config.disaggregation.lease_s)
+        return not self._written.cancel()  # what is done cannot be cancelled
+
     async def _decode(self, leg: PrefillLeg, tried: Collection[Worker]) -> Route | None:
-        """Choose a decode worker for what was or is being prefilled, and count the request there.
+        """Choose a decode worker for what was or is being prefilled, and count the request; None where there is none.
 
         While the prompt was computed others have come and gone, so that the best partner may be another one by now.
-
-        Returns:
-            None where no worker can take it over.
         """
         services, plan = self._services, self._plan
-        found = await find_decoder(services, plan, leg.worker, tried)
-        if found is None:
+        if leg.worker.config.pd == "lmcache":
+            self._decoder = self._receives
+        elif (found := await find_decoder(services, plan, leg.worker, tried)) is not None:
+            self._decoder, self._moved_tokens = found
+        if self._decoder is None:
             return None
-        self._decoder, self._moved_tokens = found
         route = count_leg(services, plan, self._decoder, leg.hit_tokens, monotonic(), decodes=True)
         if leg.worker.config.pd == "nixl":
             assert leg.answer is not None
@@ -245,20 +262,26 @@ class HandOver:
         route.body = legs.write_fields(self._fields)
         return route
 
-    async def _bodies(self, worker: Worker, turn: Turn | None) -> bytes | None:
+    async def _bodies(self, chosen: Chosen, turn: Turn | None) -> bytes | None:
         """Return what the prefill worker gets, and keep what the decode worker will get where that is known already.
 
         None where the prefill worker does not say who it is.
         """
+        worker, hand_overs = chosen.prefill, self._services.hand_overs
         if worker.config.pd == "nixl":
             if turn is None:
                 return legs.nixl_prefill(self._fields)
-            self._services.hand_overs.turns.take(turn)
+            hand_overs.turns.take(turn)
             return legs.nixl_prefill(self._fields, turn.params)
+        if worker.config.pd == "lmcache":
+            self._receives, transfer_id = chosen.decode, f"xfer-{uuid4().hex}"
+            self._written = hand_overs.notices.expect(transfer_id, len(chosen.decode.config.lmcache_init_ports))
+            self._decode_body = legs.write_fields(self._fields)
+            return legs.lmcache_prefill(self._fields, transfer_id, chosen.decode)
         if worker.config.pd == "sglang":
             self._decode_body = legs.sglang_body(self._fields, worker, self._sequences)
             return self._decode_body
-        engine_id = await self._services.hand_overs.engine_id(worker)
+        engine_id = await hand_overs.engine_id(worker)
         if engine_id is None:
             return None
         transfer_id = f"xfer-{uuid4().hex}"
@@ -291,6 +314,8 @@ class HandOver:
         if leg is None:
             return
         leg.cancel()
+        if self._written is not None:
+            self._written.cancel()
         if leg.failure is None and not self._completed:
             self._services.hand_overs.ended(leg.worker, self._decoder.name if self._decoder else "", outcome)
 
@@ -303,7 +328,7 @@ class HandOver:
         book.ended(leg.worker, decoder.name, "completed")
         if self._plan.streamed:
             book.first_token(leg.worker, decoder, now - self._received_at)
-            if leg.ended_at and leg.worker.config.pd != "sglang":  # whose prefill worker answers after the transfer
+            if leg.ended_at and leg.worker.config.pd not in ("lmcache", "sglang"):  # which answer after the transfer
                 seconds = now - max(leg.ended_at, self._sent_at)
                 size = float(self._moved_tokens * leg.worker.config.tiers.kv_bytes_per_token)
                 book.transferred(leg.worker, decoder, size, seconds)

@@ -14,6 +14,7 @@ import numpy as np
 from gateway.config_workers import DisaggregationConfig
 from gateway.fleet.registry import Registry, Worker
 from gateway.observe.observer import Observer
+from gateway.relay.notices import Notices
 from gateway.relay.turns import Turns
 from policies.base import Floats
 from policies.disaggregation import LinkRates
@@ -37,12 +38,14 @@ class HandOverBook:
     Attributes:
         rates: bandwidth between pairs.
         turns: what decode workers keep of conversations.
+        notices: what LMCache's prefill workers say.
     """
 
     def __init__(self, config: DisaggregationConfig, registry: Registry) -> None:
         self._registry = registry
         self.rates = LinkRates([rate * 1e9 for rate in (config.link_gb_s, *config.near_gb_s)], config.latency_s)
         self.turns = Turns(config.pull_back_s)
+        self.notices = Notices(config.lmcache_bind)
         self._tables: dict[tuple[Sequence[Worker], Sequence[Worker]], Floats] = {}
         self._outcomes: Counter[tuple[str, str, str]] = Counter()
         self._decisions: Counter[str] = Counter()

@@ -1,8 +1,9 @@
 """The two requests that one request becomes where prefill and decode are apart, in the form that each engine expects.
 
 ``nixl`` (vLLM's NixlConnector): the prefill worker answers with ``kv_transfer_params``, which the decode request brings
-on, whole. ``mooncake`` (vLLM's MooncakeConnector): both requests bring one ``transfer_id``. ``sglang``: both bring one
-``bootstrap_room``, and are the client's request otherwise.
+on, whole. ``mooncake`` (vLLM's MooncakeConnector): both requests bring one ``transfer_id``. ``lmcache``: the prefill
+request says which decode worker the KV is written to. ``sglang``: both bring one ``bootstrap_room``, and are the
+client's request otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from gateway.fleet.registry import Worker
 
 Fields = dict[str, msgspec.Raw]
 """A request body by top-level field."""
+
+AT_ONCE: Final = frozenset({"mooncake", "sglang"})
+"""Protocols whose legs run at the same time."""
 
 APART_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
@@ -131,6 +135,25 @@ def mooncake_bodies(fields: Fields, transfer_id: str, engine_id: str, bootstrap_
     }
     first = with_params(prefill_only(fields), _encode(prefill))
     return _encode(first), _encode(with_params(fields, _encode(decode)))
+
+
+def lmcache_prefill(fields: Fields, transfer_id: str, decode: Worker) -> bytes:
+    """Return the prefill request of LMCache; the decode request is the client's, whose prompt is found in the cache.
+
+    Args:
+        fields: of the client's request.
+        transfer_id: what LMCache calls it in its notices.
+        decode: the worker that the KV is written to.
+    """
+    config = decode.config
+    spec = {
+        "req_id": transfer_id,
+        "receiver_host": decode.host,
+        "receiver_init_port": config.lmcache_init_ports,
+        "receiver_alloc_port": config.lmcache_alloc_ports,
+    }
+    params = {"ret_first_tok": True, "disagg_spec": spec}
+    return _encode(with_params(prefill_only(fields), _encode(params)))
 
 
 def sglang_body(fields: Fields, worker: Worker, count: int) -> bytes:

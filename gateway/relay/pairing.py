@@ -31,7 +31,7 @@ from policies.disaggregation import (
     prospects,
 )
 
-_MOVES_ALL: Final = frozenset({"sglang"})
+_MOVES_ALL: Final = frozenset({"lmcache", "sglang"})
 """Protocols by which the whole prompt is moved, also what the decode worker has cached of it."""
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,119 +11,28 @@ from rich.console import Console
 
 from gateway.admin.explain import explain, print_explanation
 from gateway.fleet.registry import State
-from gateway.observe.record import Outcome
+from gateway.observe.record import Outcome, RequestRecord
 from sim.server import Fault, SimWorker, WorkerSettings
-from tests.peers import (
-    DONE,
-    LAST_CHUNK,
-    STREAM_HEAD,
-    FakeWorker,
-    Message,
-    Wire,
-    chunk,
-    event,
-    eventually,
-    request,
-    response,
+from tests.pd_rig import (
+    ALWAYS,
+    CHAT,
+    CONNECTORS,
+    PROMPT,
+    TEXT,
+    Fleet,
+    ask,
+    body_of,
+    computed,
+    counted,
+    fleet,
+    handovers,
+    text_of,
 )
-from tests.peers import answer as answers
+from tests.peers import (
+    Message,
+    eventually,
+)
 from tests.relay_rig import MODEL, Rig, relay
-
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-CONNECTORS = ("nixl", "mooncake", "sglang")
-PROMPT = "a story of sixteen bytes or so: " * 40
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12},
-    TEXT: {"prompt": PROMPT, "max_tokens": 12},
-}
-ALWAYS = {"policy": "always"}
-AT_ONCE_S = 0.1
-KEPT_S = 3600.0  # of clocks that run faster than the machine may be
-
-
-def body_of(path: str, **fields: Any) -> bytes:
-    return msgspec.json.encode({"model": MODEL, **BODIES[path], **fields})
-
-
-async def ask(rig: Rig, path: str, **fields: Any) -> Message:
-    async with rig.connect() as client:
-        client.send(request(body_of(path, **fields), path))
-        return await client.read_message()
-
-
-@dataclass
-class Fleet:
-    """A relay before simulated workers: ``prefills`` and ``decodes``."""
-
-    rig: Rig
-    prefills: list[SimWorker]
-    decodes: list[SimWorker]
-
-
-@asynccontextmanager
-async def fleet(
-    connector: str,
-    prefills: Sequence[Fault | None] = (None,),
-    decodes: Sequence[Fault | None] = (None,),
-    **sections: Any,
-) -> AsyncIterator[Fleet]:
-    """Serve a relay before one simulated worker per fault, in two pools; it holds the first ones for the fastest."""
-    async with AsyncExitStack() as stack:
-        workers: list[SimWorker] = []
-        for role, faults in (("prefill", prefills), ("decode", decodes)):
-            for fault in faults:
-                settings = WorkerSettings(
-                    model=MODEL,
-                    role=role,
-                    pd=connector,
-                    speed=20,
-                    lease_s=KEPT_S,
-                    pull_back_s=KEPT_S,
-                    faults=(fault,) if fault else (),
-                )
-                workers.append(await stack.enter_async_context(SimWorker(settings)))
-        settings = [
-            {
-                "role": one.settings.role,
-                "pd": connector,
-                "bootstrap_port": int(one.url.rpartition(":")[2]),
-                "prefill": {"a_s": 0.01 + 0.1 * number if number < len(prefills) else 0.01},
-            }
-            for number, one in enumerate(workers)
-        ]
-        sections.setdefault("disaggregation", ALWAYS)
-        rig = await stack.enter_async_context(relay([one.url for one in workers], settings=settings, **sections))
-        yield Fleet(rig, workers[: len(prefills)], workers[len(prefills) :])
-
-
-def computed(worker: SimWorker) -> int:
-    """Return the prompt tokens that a worker was asked for."""
-    return worker.engine.worker.counters.prefix_queries
-
-
-def handovers(rig: Rig) -> dict[str, float]:
-    lines = rig.services.observer.render().decode().splitlines()
-    name = "kvway_handovers_total"
-    return {line.split(" ")[0].removeprefix(name): float(line.split(" ")[1]) for line in lines if line.startswith(name)}
-
-
-def counted(prefill: str, decode: str, outcome: str, count: int = 1) -> dict[str, float]:
-    return {f'{{prefill="{prefill}",decode="{decode}",outcome="{outcome}"}}': count}
-
-
-def text_of(message: Message) -> str:
-    """Return the text of an answer, streamed or not."""
-    if b"data: " in message.body:
-        *events, last, nothing = message.body.split(b"\n\n")
-        assert (last, nothing) == (b"data: [DONE]", b"")
-        parts = [msgspec.json.decode(one.removeprefix(b"data: ")) for one in events]
-    else:
-        parts = [msgspec.json.decode(message.body)]
-    choices = [choice for part in parts for choice in part["choices"]]
-    return "".join(
-        choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content", "")
-        for choice in choices
-    )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -196,6 +102,14 @@ async def test_a_dead_decode_worker_fails_no_request(connector: str) -> None:
         assert {worker for worker, _ in apart.rig.blamed} == {"w1"}
 
 
+@pytest.mark.parametrize(("lease_s", "prefills"), [(20.0, 1), (0.0, 2)])
+async def test_kv_that_nobody_has_fetched_is_offered_again_within_its_lease(lease_s: float, prefills: int) -> None:
+    async with fleet("nixl", decodes=(Fault("die"), None), disaggregation=ALWAYS | {"lease_s": lease_s}) as apart:
+        record = await answered(apart)
+        assert (record.worker, record.attempts) == ("w2", 2)
+        assert computed(apart.prefills[0]) == prefills * record.prompt_tokens
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_a_decode_worker_killed_before_its_first_token_fails_no_request(connector: str) -> None:
     async with fleet(connector, decodes=(Fault("slow", factor=1e6), None)) as apart:
@@ -222,6 +136,12 @@ async def test_kv_that_does_not_arrive_is_computed_where_it_is_needed(
         record = await apart.rig.settled()
         assert record.attempts == 2 and record.reason != "apart"
         assert handovers(apart.rig) == counted("w0", record_of_first(apart), "decode_failed")
+
+
+async def answered(apart: Fleet) -> RequestRecord:
+    message = await ask(apart.rig, TEXT)
+    assert message.status == 200 and text_of(message)
+    return await apart.rig.settled()
 
 
 def record_of_first(apart: Fleet) -> str:
@@ -428,193 +348,3 @@ async def test_explain_says_what_leaves_no_choice(
     assert (explained["apart"], explained["why"]) == expected
     print_explanation(explanation, Console(width=80))
     assert ("w0 prefills and w1 decodes" in capsys.readouterr().out) is expected[0]
-
-
-# What goes over the wire
-
-
-NIXL_PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1,2]],"remote_port":5601,"x_new":{"a":[1.50]}}'
-ROLES = [{"role": "prefill"}, {"role": "decode"}]
-SPOOFED = {"bootstrap_host": "evil", "bootstrap_room": 1, "kv_transfer_params": {"remote_host": "evil"}}
-PREFILLED = response(b'{"usage":{"prompt_tokens":9},"kv_transfer_params":%b}' % NIXL_PARAMS)
-STREAM = (STREAM_HEAD, chunk(event("one")), chunk(DONE), LAST_CHUNK)
-
-
-async def test_nixl_legs_are_what_vllm_expects() -> None:
-    fields = {
-        "max_tokens": 9,
-        "max_completion_tokens": 8,
-        "min_tokens": 2,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "x_unknown": [1.5],
-    }
-    async with (
-        FakeWorker(answers(PREFILLED)) as prefill,
-        FakeWorker(answers(b"".join(STREAM))) as decode,
-        relay([prefill, decode], settings=ROLES, disaggregation=ALWAYS) as rig,
-    ):
-        message = await ask(rig, CHAT, **fields, **SPOOFED)
-        assert message.raw_body == b"".join(STREAM[1:])
-        await rig.settled()
-    first, second = prefill.requests[0], decode.requests[0]
-    assert first.headers["x-request-id"] == second.headers["x-request-id"]
-    sent = {"model": MODEL, **BODIES[CHAT], **fields}
-    asked = msgspec.json.decode(first.body)
-    assert asked.pop("kv_transfer_params") == {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-    expected = sent | {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
-    del expected["stream_options"], expected["min_tokens"]
-    assert asked == expected
-    assert NIXL_PARAMS in second.body
-    asked = msgspec.json.decode(second.body)
-    assert asked.pop("kv_transfer_params") == msgspec.json.decode(NIXL_PARAMS)
-    assert asked == sent
-
-
-async def test_sglang_legs_meet_in_one_room_per_sequence() -> None:
-    settings = [one | {"pd": "sglang", "bootstrap_port": 8997} for one in ROLES]
-
-    async def follows(wire: Wire, _: Message) -> None:
-        await eventually(lambda: len(prefill.requests) == len(decode.requests))
-        wire.send(response())
-
-    async with (
-        FakeWorker(answers(response())) as prefill,
-        FakeWorker(follows) as decode,
-        relay([prefill, decode], settings=settings) as rig,
-    ):
-        for n in (1, 3):
-            assert (await ask(rig, CHAT, n=n, **SPOOFED)).status == 200
-            await rig.settled()
-    for (first, second), n in zip(zip(prefill.requests, decode.requests, strict=True), (1, 3), strict=True):
-        assert first.body == second.body
-        asked = msgspec.json.decode(first.body)
-        rooms = asked.pop("bootstrap_room")
-        where = asked.pop("bootstrap_host"), asked.pop("bootstrap_port")
-        assert where == (("127.0.0.1", 8997) if n == 1 else (["127.0.0.1"] * n, [8997] * n))
-        rooms = [rooms] if n == 1 else rooms
-        assert len(set(rooms)) == n and all(0 <= room < 2**63 for room in rooms)
-        assert asked == {"model": MODEL, **BODIES[CHAT], "n": n}
-
-
-class Patient:
-    """A worker's script that says nothing, and notices when the gateway gives up."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.given_up = asyncio.Event()
-
-    async def __call__(self, wire: Wire, _: Message) -> None:
-        self.asked.set()
-        await wire.gone()
-        self.given_up.set()
-
-
-@asynccontextmanager
-async def patient_pair(pd: str, prefill: Any, decode: Any) -> AsyncIterator[Rig]:
-    settings = [one | {"pd": pd} for one in ROLES]
-    once = {"retries": {"max_attempts": 1}}
-    async with (
-        FakeWorker(prefill) as first,
-        FakeWorker(decode) as second,
-        relay([first, second], settings=settings, disaggregation=ALWAYS, **once) as rig,
-    ):
-        yield rig
-
-
-async def test_a_client_that_leaves_takes_both_legs_along() -> None:
-    prefill, decode = Patient(), Patient()
-    async with patient_pair("sglang", prefill, decode) as rig:
-        async with rig.connect() as client:
-            client.send(request(body_of(CHAT)))
-            await prefill.asked.wait()
-            await decode.asked.wait()
-        async with asyncio.timeout(AT_ONCE_S):
-            await prefill.given_up.wait()
-            await decode.given_up.wait()
-        assert await rig.outcome() is Outcome.CLIENT_GONE
-        assert rig.blamed == []
-        assert handovers(rig) == counted("w0", "w1", "cancelled")
-
-
-async def test_kv_that_is_left_behind_is_counted() -> None:
-    decode = Patient()
-    async with patient_pair("nixl", answers(PREFILLED), decode) as rig:
-        async with rig.connect() as client:
-            client.send(request(body_of(CHAT)))
-            await decode.asked.wait()
-        async with asyncio.timeout(AT_ONCE_S):
-            await decode.given_up.wait()
-        assert await rig.outcome() is Outcome.CLIENT_GONE
-        assert handovers(rig) == counted("w0", "w1", "abandoned")
-
-
-async def test_a_client_that_leaves_during_the_prefill() -> None:
-    prefill = Patient()
-    async with patient_pair("nixl", prefill, Patient()) as rig:
-        async with rig.connect() as client:
-            client.send(request(body_of(CHAT)))
-            await prefill.asked.wait()
-        async with asyncio.timeout(AT_ONCE_S):
-            await prefill.given_up.wait()
-        assert await rig.outcome() is Outcome.CLIENT_GONE
-        assert rig.blamed == []
-        assert handovers(rig) == counted("w0", "", "cancelled")
-
-
-@pytest.mark.parametrize("dying", ["prefill", "decode"])
-async def test_a_leg_that_fails_takes_the_other_along(dying: str) -> None:
-    other = Patient()
-
-    async def dies(wire: Wire, _: Message) -> None:
-        await other.asked.wait()
-        wire.reset()
-
-    scripts = (dies, other) if dying == "prefill" else (other, dies)
-    async with patient_pair("sglang", *scripts) as rig:
-        asked = asyncio.ensure_future(ask(rig, CHAT))
-        await other.asked.wait()
-        async with asyncio.timeout(AT_ONCE_S):
-            await other.given_up.wait()
-        assert (await asked).status == 502
-        assert await rig.outcome() is Outcome.UPSTREAM_FAILED
-        assert rig.blamed == [("w0" if dying == "prefill" else "w1", "reset")]
-
-
-async def test_the_first_token_of_a_stream_waits_for_nothing() -> None:
-    more = asyncio.Event()
-
-    async def pauses(wire: Wire, _: Message) -> None:
-        wire.send(STREAM_HEAD, chunk(event("one")))
-        await more.wait()
-        wire.send(chunk(DONE), LAST_CHUNK)
-
-    async with patient_pair("sglang", answers(response()), pauses) as rig, rig.connect() as client:
-        client.send(request(body_of(CHAT, stream=True)))
-        while b"one" not in await client.read_some():
-            pass
-        more.set()
-        await client.read_some()
-        await rig.settled()
-
-
-async def test_a_decode_worker_in_the_prefill_workers_zone_is_preferred() -> None:
-    settings = [
-        {"role": "prefill", "domain": "b"},
-        {"role": "decode", "domain": "a"},
-        {"role": "decode", "domain": "b"},
-    ]
-    async with AsyncExitStack() as stack:
-        scripts = (PREFILLED, response(), response())
-        workers = [await stack.enter_async_context(FakeWorker(answers(one))) for one in scripts]
-        async with relay(workers, settings=settings, disaggregation=ALWAYS) as rig:
-            for _ in range(3):
-                await ask(rig, CHAT)
-                assert (await rig.settled()).worker == "w2"
