@@ -38,9 +38,10 @@ ITL_MS = {
     "llama-3.1-70b/h200/4": {(1, K): 12.3, (32, 4 * K): 15.7, (64, 4 * K): 18.8, (128, 4 * K): 25.3, (256, K): 26.5},
     "qwen3-32b/h200/2": {(1, K): 10.7, (32, 4 * K): 15.4, (64, 4 * K): 19.8, (128, 4 * K): 28.5, (256, K): 25.3},
 }
-LIVE = "agents:sessions=16,turns=4,spread_s=50,think_s=8,system_tokens=4096,task_tokens=4000,output_tokens=60"
+LIVE = "agents:sessions={},turns=4,spread_s=50,think_s=8,system_tokens=4096,task_tokens=4000,output_tokens=60"
 # With several workers and a policy that looks at load, one request that comes a millisecond later sends all that
 # follow elsewhere; by turns it does not.
+LIVE_SESSIONS = 16  # of every worker
 LIVE_FLEETS = ((1, "expected-cost"), (2, "round-robin"))
 LIVE_LOAD_OF_CACHE = 0.9
 # On its way to a first token a request waits some five times for a process to get its turn. Where the client's own
@@ -122,7 +123,9 @@ def live(speed: float) -> list[Row]:
     """
     rows = []
     for workers, policy in LIVE_FLEETS:
-        trace = replace(with_answers_of_workers(Traffic(LIVE, load=workers).trace(0)), closed_loop=False)
+        trace = replace(
+            with_answers_of_workers(Traffic(LIVE.format(LIVE_SESSIONS * workers)).trace(0)), closed_loop=False
+        )
         blocks = round(working_set_tokens(trace) / LIVE_LOAD_OF_CACHE / workers / trace.block_tokens)
         fleet = FleetSettings(workers=workers, capacity_tokens=blocks * trace.block_tokens)
         simulated = simulate(trace, fleet, policy)
