@@ -32,6 +32,10 @@ from sim.scaling import working_set_tokens
 
 Kind = Literal["apart", "pull"]
 Figures = dict[str, float]
+Line = tuple[str, str | float]
+"""Traffic, and the policy or the link's GB/s."""
+Lines = dict[Line, Figures]
+Gains = dict[Line, list[float]]
 
 APART: Final = {
     # long tasks, of which everything but a step is cached from the second turn on
@@ -104,22 +108,34 @@ def mean_of(found: Sequence[Figures]) -> Figures:
     return {name: fmean(figures[name] for figures in found) for name in found[0]}
 
 
-def measured(kind: Kind) -> dict[tuple[str, str | float], Figures]:
-    """Simulate everything, two at a time, and return the means over the seeds by cell and choice."""
+def measured(kind: Kind) -> tuple[Lines, Gains]:
+    """Simulate everything, two at a time.
+
+    Returns:
+        By cell and choice the means over the seeds; and by how much, seed by seed, the mean TTFT is longer than with
+        the first choice of the cell, as a share.
+    """
     jobs = list(jobs_of(kind))
-    lines: dict[tuple[str, str | float], list[Figures]] = {}
+    runs: dict[Line, list[Figures]] = {}
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         for job, figures in zip(jobs, pool.map(run, jobs), strict=True):
-            lines.setdefault((job.cell, job.choice), []).append(figures)
-    return {line: mean_of(found) for line, found in lines.items()}
+            runs.setdefault((job.cell, job.choice), []).append(figures)
+    gains: Gains = {}
+    for (cell, choice), found in runs.items():
+        first = next(each for (other, _), each in runs.items() if other == cell)
+        pairs = zip(found, first, strict=True)
+        gains[cell, choice] = [one["ttft_mean_s"] / other["ttft_mean_s"] - 1 for one, other in pairs]
+    return {line: mean_of(found) for line, found in runs.items()}, gains
 
 
-def table(kind: Kind, found: dict[tuple[str, str | float], Figures]) -> Table:
+def table(kind: Kind, found: Lines, gains: Gains) -> Table:
     shown = Table(title=f"{kind}, means of {SEEDS[kind]} seeds", title_justify="left")
     shown.add_column("traffic")
     shown.add_column("policy" if kind == "apart" else "link")
     for title in ("TTFT s", "p99 s", "ITL ms", "answer s", "requests/s", "hits", "moved"):
         shown.add_column(title, justify="right")
+    if kind == "pull":
+        shown.add_column("TTFT by seed", justify="right")
     for (cell, choice), figures in found.items():
         shown.add_row(
             cell,
@@ -131,11 +147,12 @@ def table(kind: Kind, found: dict[tuple[str, str | float], Figures]) -> Table:
             f"{figures['requests_per_s']:.2f}",
             f"{figures['hit_rate']:.1%}",
             f"{figures['moved_share']:.0%}",
+            *([" ".join(f"{gain:+.0%}" for gain in gains[cell, choice])] if kind == "pull" else []),
         )
     return shown
 
 
-def wins(found: dict[tuple[str, str | float], Figures], figure: str) -> list[str]:
+def wins(found: Lines, figure: str) -> list[str]:
     """Return the cells in which a figure is less with ``break-even`` than with ``always`` and with ``never``."""
     cells = dict.fromkeys(cell for cell, _ in found)
     values = {cell: [found[cell, policy][figure] for policy in POLICIES] for cell in cells}
@@ -147,13 +164,16 @@ def main() -> None:
     parser.add_argument("kind", nargs="?", choices=("apart", "pull"), help="one of them; default: both")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
-    console = Console(stderr=options.json, width=110)
+    console = Console(stderr=options.json, width=120)
     kinds: tuple[Kind, ...] = (options.kind,) if options.kind else ("apart", "pull")
     report: dict[str, Any] = {}
     for kind in kinds:
-        found = measured(kind)
-        console.print(table(kind, found))
-        report[kind] = [{"traffic": cell, "choice": choice, **figures} for (cell, choice), figures in found.items()]
+        found, gains = measured(kind)
+        console.print(table(kind, found, gains))
+        report[kind] = [
+            {"traffic": cell, "choice": choice, **figures, "ttft_by_seed": gains[cell, choice]}
+            for (cell, choice), figures in found.items()
+        ]
         if kind == "apart":
             report["wins"] = {figure: wins(found, figure) for figure in ("ttft_mean_s", "answer_mean_s")}
             for figure, cells in report["wins"].items():

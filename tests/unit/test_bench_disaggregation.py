@@ -44,4 +44,5 @@ def test_a_win_is_less_than_with_both_others() -> None:
 
 def test_the_table_has_a_line_per_choice() -> None:
     figures = run(Job("pull", "few", 40.0, 0))
-    assert table("pull", {("few", 0.0): figures, ("few", 40.0): figures}).row_count == 2
+    lines = {("few", 0.0): figures, ("few", 40.0): figures}
+    assert table("pull", lines, {line: [0.0, -0.1] for line in lines}).row_count == 2
