@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
-
 from gateway.caches.coordinator import Coordinator
 from gateway.caches.engines import hit_rates
 from gateway.errors import GatewayError
@@ -45,25 +43,24 @@ class CacheStats:
         kvway, and of the engine's own counters ``engine`` and ``below_hbm``) and ``drift``. None: nobody says.
         """
         workers = list(self._services.registry.workers.values())
+        rows = [self._of(worker) for worker in workers]
         async with control_client() as client:
-            rows = await asyncio.gather(*(self._of(worker, client) for worker in workers))
-        return {"workers": list(rows), "coordinator": await self._of_coordinator()}
+            engines = await asyncio.gather(*(hit_rates(client, worker) for worker in workers))
+        for row, rates in zip(rows, engines, strict=True):
+            row["hit_rates"] |= rates
+        return {"workers": rows, "coordinator": await self._of_coordinator()}
 
-    async def _of(self, worker: Worker, client: httpx.AsyncClient) -> dict[str, Any]:
+    def _of(self, worker: Worker) -> dict[str, Any]:
         prompt, predicted = self._services.observer.predicted_hits().get(worker.name, (0, 0))
-        rates = {"predicted": predicted / prompt} if prompt else {}
         source, tiers = self._held(worker)
         described = self._feeds.describe(worker)
-        fleet = self._services.registry.fleet
-        # A worker may leave while its engine is asked, and then has no row any more.
-        usage = float(fleet.kv_usage[worker.row]) if worker.row >= 0 else None
         return {
             "worker": worker.name,
             "source": source,
             "tiers": tiers,
             "blocks": described and described["known_blocks"],
-            "kv_usage": usage,
-            "hit_rates": rates | await hit_rates(client, worker),
+            "kv_usage": float(self._services.registry.fleet.kv_usage[worker.row]),
+            "hit_rates": {"predicted": predicted / prompt} if prompt else {},
             "drift": self._drift.drifts.get(worker.name),
         }
 
