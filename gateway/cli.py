@@ -193,6 +193,9 @@ def worker(
         Literal["nixl", "mooncake", "sglang"] | None, typer.Option(help="protocol by which KV is handed over")
     ] = None,
     link_gb_s: Annotated[float, typer.Option(help="GB/s at which KV arrives from another worker")] = 25.0,
+    pull_back_s: Annotated[
+        float, typer.Option(help="with --pd nixl: how long it keeps an answered turn's KV to be pulled; 0: not at all")
+    ] = 0.0,
 ) -> None:
     """Run a simulated worker: to whoever looks from outside, a vLLM."""
     import uvloop
@@ -224,6 +227,7 @@ def worker(
             role=role,
             pd=pd,
             link_gb_s=link_gb_s,
+            pull_back_s=pull_back_s,
         )
         raise typer.Exit(uvloop.run(serve_worker(settings)))
     except (ValueError, OSError) as error:

@@ -86,7 +86,7 @@ class DisaggregationConfig(Section):
         None,
         pattern=r"^tcp://.+:\d+$",
         description="where prefill workers with pd lmcache tell that KV is written (pd_proxy_port): tcp://*:7500; "
-        "without it their answer says so (pd_skip_proxy_notification)",
+        "without it their answer is taken for that (pd_skip_proxy_notification)",
     )
     pull_back_s: Seconds = Field(
         0.0,

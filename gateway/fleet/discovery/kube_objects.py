@@ -18,6 +18,7 @@ _SETTINGS: Final = {
     "scheme": "scheme",
     "models": "models",
     "domain": "domain",
+    "topology": "topology",
     "kv-capacity-tokens": "kv_capacity_tokens",
     "kv-events-port": "kv_events_port",
     "kv-replay-port": "kv_replay_port",
