@@ -108,6 +108,11 @@ class Replicator:
         self._warmed_tokens = 0
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def under_way(self) -> int:
+        """Number of warm-ups that have not ended."""
+        return len(self._under_way)
+
     async def start(self) -> None:
         """Begin to look."""
         self._task = spawn(self._keep_looking(), "replication")

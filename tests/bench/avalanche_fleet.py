@@ -24,13 +24,13 @@ PREFIX_TOKENS = 4096
 QUESTION_TOKENS = 128
 OUTPUT_TOKENS = 1
 PER_SECOND = 4.0
-WARM_S = 25.0
+WARM_S = 30.0
 QUIET_S = 4.0  # before the death
 AFTER_S = 5.0
 ANSWERED_S = 1.0  # requests of the last second before it may have met it
-# The share is twelve times the default, so that what takes minutes is done at the first look. Because that would be
-# felt, death and measurements lie between two looks, the second and the third.
-REPLICATION = {"interval_s": 12.0, "least_uses": 2, "prefill_share": 0.25}
+# The share is twelve times the default, so that what takes minutes is done at the first look. As that would be felt,
+# death and measurements lie between the first two looks.
+REPLICATION = {"interval_s": 25.0, "least_uses": 2, "prefill_share": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,18 @@ class Answer:
 
 
 class Clients:
-    """Clients that ask at a steady rate: every tenant once in a round, in an order of chance."""
+    """Clients that ask at a steady rate: every tenant once in a round, in an order of chance.
+
+    Attributes:
+        answers: what they got.
+        failed: what they did not get, by why.
+        late_s: how much later than it should a request was sent, at most: on a busy machine, times mean little.
+    """
 
     def __init__(self, url: str) -> None:
         self.answers: list[Answer] = []
         self.failed: Counter[str] = Counter()
+        self.late_s = 0.0
         self._random = Random(1)
         self._number = 0
         self._client = httpx.AsyncClient(base_url=url, timeout=60.0, limits=httpx.Limits(max_connections=None))
@@ -71,7 +78,9 @@ class Clients:
         async with asyncio.TaskGroup() as requests:
             while asked < seconds * PER_SECOND:
                 for tenant in self._random.sample(range(TENANTS), TENANTS):
-                    await asyncio.sleep(start + asked / PER_SECOND - monotonic())
+                    due_at = start + asked / PER_SECOND
+                    await asyncio.sleep(due_at - monotonic())
+                    self.late_s = max(self.late_s, monotonic() - due_at)
                     requests.create_task(self._ask(tenant))
                     asked += 1
 
@@ -108,7 +117,7 @@ async def run_fleet(replicated: bool) -> dict[str, Any]:
 
     Returns:
         ``before`` and ``after``: the answers to requests of ``QUIET_S`` before and ``AFTER_S`` after the death;
-        ``failed``: what clients did not get; ``warm_ups``: how many were completed.
+        ``failed`` and ``late_s``: of ``Clients``; ``warm_ups``: how many were completed before the death.
     """
     port, admin_port = free_ports(2)
     url, admin = (f"http://127.0.0.1:{number}" for number in (port, admin_port))
@@ -122,7 +131,7 @@ async def run_fleet(replicated: bool) -> dict[str, Any]:
                 await clients.ask_for(WARM_S)
                 warm_ups = await _completed_warm_ups(admin)
                 dying = [entry["name"] for entry in entries].index(clients.richest())
-                clients.answers.clear()
+                clients.answers, clients.late_s = [], 0.0
                 async with asyncio.TaskGroup() as group:
                     group.create_task(clients.ask_for(QUIET_S + AFTER_S))
                     await asyncio.sleep(QUIET_S)
@@ -131,7 +140,8 @@ async def run_fleet(replicated: bool) -> dict[str, Any]:
                 await clients.close()
     before = [answer for answer in clients.answers if answer.asked_at < died_at - ANSWERED_S]
     after = [answer for answer in clients.answers if died_at <= answer.asked_at < died_at + AFTER_S]
-    return {"before": before, "after": after, "failed": dict(clients.failed), "warm_ups": warm_ups}
+    found = {"failed": dict(clients.failed), "late_s": clients.late_s, "warm_ups": warm_ups}
+    return {"before": before, "after": after, **found}
 
 
 def _config(entries: list[dict[str, Any]], port: int, admin_port: int, replicated: bool) -> dict[str, Any]:

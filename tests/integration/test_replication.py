@@ -71,8 +71,9 @@ async def use(client: httpx.AsyncClient, gateway: Gateway, prefix: str = STORY, 
 
 async def look(*gateways: Gateway) -> None:
     """Have a look, all at the same time, and see the warm-ups through."""
-    await asyncio.gather(*(gateway.replicator.look() for gateway in gateways if gateway.replicator is not None))
-    await until(lambda: not any(gateway.ledger.in_flight for gateway in gateways))
+    replicators = [gateway.replicator for gateway in gateways if gateway.replicator is not None]
+    await asyncio.gather(*(replicator.look() for replicator in replicators))
+    await until(lambda: not any(replicator.under_way for replicator in replicators))
 
 
 def samples(gateway: Gateway, name: str) -> dict[str, float]:
@@ -280,7 +281,7 @@ async def test_a_worker_that_refuses_warm_ups_is_not_asked_again_for_a_while() -
                     wire.send(request(msgspec.json.encode(completion(f"{STORY}{number}", model="m")), path=PATH))
                     assert (await wire.read_message()).status == 200
                 await replicator.look()
-                await until(lambda: not rig.services.ledger.in_flight)
+                await until(lambda: not replicator.under_way)
         assert len(one.requests) + len(other.requests) == 2 * USES + 1
 
 
