@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,12 @@ from tests.processes import free_ports, kvway, running, wait_for, write_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-CONNECTOR = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+CONNECTOR = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"bidirectional_kv_xfer": True},
+}
 NIXL = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp,shm,self", "UCX_NET_DEVICES": "lo"}
 BYTES = "vllm:nixl_bytes_transferred_sum"
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -46,7 +52,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             command = [VLLM, "serve", MODEL, "--served-model-name", "tiny", "--load-format", "dummy"]
             command += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
             command += ["--max-model-len", "8192", "--host", "127.0.0.1", "--port", str(port)]
-            command += ["--enable-prompt-tokens-details", "--kv-transfer-config", CONNECTOR]
+            command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(CONNECTOR)]
             environ = ENVIRONMENT | NIXL | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
             engines.append((f"http://127.0.0.1:{port}", stack.enter_context(running(command, **environ))))
         for url, process in engines:
@@ -58,7 +64,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             "workers": [{"url": prefill, "role": "prefill"}, {"url": decode, "role": "decode"}],
             "models": {"tiny": {"tokenizer": str(MODEL)}},
             "prompt": {"chunk_tokens": 64},
-            "disaggregation": {"policy": "always"},
+            "disaggregation": {"policy": "always", "pull_back_s": 400},
         }
         file = write_config(tmp_path_factory.mktemp("gateway"), config)
         gateway = stack.enter_context(running(kvway("serve", "--config", file)))
@@ -120,6 +126,17 @@ def test_what_the_prefill_engine_had_cached_is_reported(pair: Pair) -> None:
     cached = [one.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (first, second)]
     assert cached[0] == 0 < cached[1]
     assert figure(pair.admin, "kvway_handovers_total") >= 2
+
+
+def test_the_prefill_engine_pulls_what_the_decode_engine_keeps_of_the_turn_before(pair: Pair) -> None:
+    turn = "a story of two turns, the first of which is long enough to be worth moving. " * 40
+    turn += text_of(ask(pair.url, PATHS[1], turn)) + " And then?" * 20
+    assert httpx.post(f"{pair.prefill}/reset_prefix_cache", timeout=10).status_code == 200
+    moved = figure(pair.prefill, BYTES)
+    second = ask(pair.url, PATHS[1], turn)
+    assert figure(pair.prefill, BYTES) > moved
+    assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert text_of(second) == text_of(ask(pair.decode, PATHS[1], turn))
 
 
 def test_a_killed_prefill_engine_fails_no_request(pair: Pair) -> None:
