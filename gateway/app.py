@@ -35,8 +35,8 @@ from gateway.observe.prompts import export_prompts
 from gateway.observe.recorder import Recorder
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
-from gateway.relay.exchange import Services
 from gateway.relay.policies import Policies
+from gateway.relay.services import Services
 from gateway.relay.upstream import UpstreamPool
 from gateway.replication.replicator import Replicator
 from gateway.replication.seen import SeenPrompts

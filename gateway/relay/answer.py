@@ -175,6 +175,13 @@ class Answer:
             record.cached_tokens = usage.cached_tokens
             record.output_tokens = usage.output_tokens
 
+    def tokens(self, prompt_tokens: int) -> int:
+        """Return the length of prompt and answer together, as far as it was reported; else of ``prompt_tokens``."""
+        usage = self.usage
+        if usage is None:
+            return prompt_tokens
+        return (usage.prompt_tokens or prompt_tokens) + (usage.output_tokens or 0)
+
     def refuse(self, error: GatewayError) -> None:
         """Send an error of our own instead of an answer."""
         self.started = True

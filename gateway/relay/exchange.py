@@ -5,8 +5,7 @@ take the answer's bytes from the worker's connection to the client's.
 
 The head of an answer is held until the first byte of its body: engines send it before they begin to prefill, and until
 a byte has reached the client the request can still go to another worker. After that byte there is no second answer: a
-stream whose worker dies ends with one error event (or goes on elsewhere, where ``resume.py`` is switched on), anything
-else with a connection that is reset.
+stream whose worker dies ends with one error event (or goes on elsewhere: ``resume.py``), all else with a reset.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import logging
 from time import monotonic
 
 from gateway.config import AnswerTimeouts
-from gateway.dispatch.dispatcher import Dispatcher
 from gateway.errors import GatewayError, NoWorker, UpstreamError, UpstreamTimeout
 from gateway.fleet.ledger import Flight
 from gateway.fleet.registry import Worker
@@ -24,14 +22,12 @@ from gateway.observe.record import Outcome, RequestRecord
 from gateway.relay.answer import Answer, Client, ErrorAnswer, own_headers
 from gateway.relay.disaggregation import HandOver, hand_over
 from gateway.relay.head import RequestHead, ResponseHead
-from gateway.relay.report import asking_for_report
+from gateway.relay.report import body_for
 from gateway.relay.resume import Resumption, resumption
 from gateway.relay.retry import REFUSED_STATUSES, RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, refused_by
 from gateway.relay.route import Plan, Route, dispatch, make_plan, remember, retry_delay_s
 from gateway.relay.services import Services
-from gateway.relay.upstream import ConnectFailed, Receiver, Upstream
-
-__all__ = ["Client", "Exchange", "Services"]
+from gateway.relay.upstream import Receiver, Upstream
 
 log = logging.getLogger("kvway.relay")
 
@@ -103,8 +99,7 @@ class Exchange:
         self._collected: ErrorAnswer | None = None  # so far, of an error that another worker may better
         self._held: ErrorAnswer | None = None  # the last such answer, whole
         self._hand_over: HandOver | None = None  # where prefill and decode may be apart
-        self._sent_at = 0.0
-        self._moved_at = 0.0
+        self._sent_at = self._moved_at = 0.0
 
     async def run(self) -> None:
         """Answer the request, whatever happens."""
@@ -128,7 +123,7 @@ class Exchange:
         finally:
             try:
                 if self._route is not None and self._route.to_remember:
-                    await remember(self._services, self._route, self._tokens())
+                    await remember(self._services, self._route, self.answer.tokens(self._record.prompt_tokens))
             finally:
                 self._account()
 
@@ -153,12 +148,19 @@ class Exchange:
             self._hand_over = hand_over(services, self, plan, self._record.received_at)
         while True:
             apart = self._hand_over
-            self._take(await (dispatch(services, plan, tried) if apart is None else apart.dispatch(tried)))
-            if services.dispatcher is not None and not await self._turn(services.dispatcher, plan):
+            route = self._route = await (dispatch(services, plan, tried) if apart is None else apart.dispatch(tried))
+            route.note(self._record)
+            if not self.answer.started:
+                self._record.routed_at = monotonic()
+            if (
+                services.dispatcher is not None
+                and plan.request is not None
+                and route.flight.stage == Flight.HELD
+                and not await services.dispatcher.turn(route.flight, plan.request)
+            ):  # the worker has stopped being ready
                 self._leave()
                 continue
-            failure = await self._attempt()
-            if failure is None:
+            if (failure := await self._attempt()) is None:
                 return
             worker = self._leave()
             if apart is not None:
@@ -186,18 +188,6 @@ class Exchange:
         error = UpstreamTimeout if failure.kind is FailureKind.TIMEOUT else UpstreamError
         raise error(f"Worker {worker.name} {failure.detail}; {len(tried)} attempts were made.")
 
-    def _take(self, route: Route) -> None:
-        self._route = route
-        route.note(self._record)
-        if not self.answer.started:
-            self._record.routed_at = monotonic()
-
-    async def _turn(self, dispatcher: Dispatcher, plan: Plan) -> bool:
-        """Wait until the request may go to its worker; False where that has stopped being ready."""
-        assert self._route is not None
-        flight = self._route.flight
-        return plan.request is None or flight.stage != Flight.HELD or await dispatcher.turn(flight, plan.request)
-
     def _leave(self) -> Worker:
         """End the request's stay on its worker and return that worker."""
         route = self._route
@@ -210,34 +200,22 @@ class Exchange:
         """Send the request to its worker and see the answer through; None where the client has got one."""
         assert self._route is not None
         self._begun = False
-        head = self.head
-        pool = self._services.upstream.of(self._route.worker)
-        body = self._route.body or self.body
-        if self._route.asks_report:
-            body = asking_for_report(body)
-        if self._route.hint is not None:
-            body = self._route.hint.body(head.path, body)
-        receiver: Receiver = self._resumption or self
         # A request that must not run twice never meets the keep-alive race: it gets a connection of its own.
-        fresh = not self._repeatable
-        while True:
-            upstream = None if fresh else pool.take()
-            if upstream is None:
-                try:
-                    upstream = await pool.connect()
-                except ConnectFailed as error:
-                    return Failure(FailureKind.CONNECT, str(error))
-            self._upstream = upstream
-            self._outcome = asyncio.get_running_loop().create_future()
-            self._sent_at = monotonic()
-            raw_head = head.for_worker(pool.host, len(body), pool.fields)
-            if self._hand_over is not None:
-                receiver = self._hand_over.receiver(self._resumption or self)
-            upstream.send(receiver, raw_head, body, head.method == b"HEAD")
-            failure = await self._outcome
-            if failure is None or failure.kind is not FailureKind.STALE:
-                return failure
-            fresh = True
+        return await self._services.upstream.of(self._route.worker).ask(self._send, fresh=not self._repeatable)
+
+    def _send(self, upstream: Upstream) -> asyncio.Future[Failure | None]:
+        """Send the request over a connection; return what tells how the answer has ended."""
+        route, head = self._route, self.head
+        assert route is not None
+        self._upstream = upstream
+        self._outcome = asyncio.get_running_loop().create_future()
+        self._sent_at = monotonic()
+        receiver: Receiver = self._resumption or self
+        if self._hand_over is not None:
+            receiver = self._hand_over.receiver(receiver)
+        body, pool = body_for(route, head.path, self.body), upstream.pool
+        upstream.send(receiver, head.for_worker(pool.host, len(body), pool.fields), body, head.method == b"HEAD")
+        return self._outcome
 
     # The answer's way from the worker to the client
 
@@ -294,9 +272,8 @@ class Exchange:
         """Send head and first bytes: from here on the client has its answer, or the next part of it."""
         response, record = self._response, self._record
         assert response is not None
-        now = monotonic()
+        now = self._moved_at = monotonic()
         self._begun = True
-        self._moved_at = now
         if self._route is not None:
             self._route.answered(response.status, now)
             if self._route.to_remember:
@@ -360,9 +337,9 @@ class Exchange:
             return  # before the interruption came through
         if self._ending is Outcome.CLIENT_GONE:
             self._record.outcome = Outcome.CLIENT_GONE
-            return
-        shutdown = NoWorker("The gateway is shutting down; send the request again.", retry_after_s=1)
-        self._fail(self._ending if isinstance(self._ending, GatewayError) else shutdown)
+        else:
+            shutdown = NoWorker("The gateway is shutting down; send the request again.", retry_after_s=1)
+            self._fail(self._ending if isinstance(self._ending, GatewayError) else shutdown)
 
     def abandon(self, failure: Failure) -> None:
         """Give up the attempt under way."""
@@ -405,13 +382,6 @@ class Exchange:
         self._answered = failure is None
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(failure)
-
-    def _tokens(self) -> int:
-        """Return the length of prompt and answer together, as far as it is known."""
-        usage = self.answer.usage
-        if usage is None:
-            return self._record.prompt_tokens
-        return (usage.prompt_tokens or self._record.prompt_tokens) + (usage.output_tokens or 0)
 
     def _account(self) -> None:
         record = self._record

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -17,7 +18,7 @@ from gateway.relay.retry import REFUSED_STATUSES, Failure, FailureKind, refused_
 from gateway.relay.route import Plan, Route, remember
 from gateway.relay.services import Services
 from gateway.relay.sse import UsageReader
-from gateway.relay.upstream import ConnectFailed, Upstream
+from gateway.relay.upstream import Upstream
 from gateway.tasks import spawn
 
 _MAX_BYTES: Final = 16 * 2**20  # the numbers of the blocks of a million tokens are below 1 MB
@@ -115,22 +116,15 @@ class PrefillLeg:
         assert request is not None
         if services.dispatcher is not None and not await services.dispatcher.turn(self._route.flight, request):
             return Failure(FailureKind.REFUSED, "has stopped being ready")
-        pool = services.upstream.of(self.worker)
-        fresh = False
-        while True:
-            upstream = None if fresh else pool.take()
-            if upstream is None:
-                try:
-                    upstream = await pool.connect()
-                except ConnectFailed as error:
-                    return Failure(FailureKind.CONNECT, str(error))
-            self._upstream = upstream
-            self._outcome = asyncio.get_running_loop().create_future()
-            upstream.send(self, self._head.for_worker(pool.host, len(body), pool.fields), body, False)
-            failure = await self._outcome
-            if failure is None or failure.kind is not FailureKind.STALE:
-                return failure
-            fresh = True
+        return await services.upstream.of(self.worker).ask(partial(self._send, body))
+
+    def _send(self, body: bytes, upstream: Upstream) -> asyncio.Future[Failure | None]:
+        """Send the request over a connection; return what tells how the answer has ended."""
+        self._upstream = upstream
+        self._outcome = asyncio.get_running_loop().create_future()
+        pool = upstream.pool
+        upstream.send(self, self._head.for_worker(pool.host, len(body), pool.fields), body, False)
+        return self._outcome
 
     async def _prefilled(self) -> None:
         """Note what the worker has said, and what it holds now."""

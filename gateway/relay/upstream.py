@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from time import monotonic
 from typing import Final, Protocol
 
@@ -56,7 +57,11 @@ class Receiver(Protocol):
 
 
 class Upstream(asyncio.Protocol):
-    """One connection to one worker, carrying one request at a time."""
+    """One connection to one worker, carrying one request at a time.
+
+    Attributes:
+        pool: where it belongs.
+    """
 
     __slots__ = (
         "_awaits_head_only",
@@ -69,15 +74,15 @@ class Upstream(asyncio.Protocol):
         "_overrun",
         "_parser",
         "_paused",
-        "_pool",
         "_receiver",
         "_reused",
         "idle_since",
+        "pool",
         "transport",
     )
 
     def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._receiver: Receiver | None = None
         self._reused = False
@@ -174,7 +179,7 @@ class Upstream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the response that was under way, if any."""
-        self._pool.forget(self)
+        self.pool.forget(self)
         receiver = self._receiver
         if receiver is None:
             return
@@ -229,7 +234,7 @@ class Upstream(asyncio.Protocol):
             if status >= 200:
                 break
             self._complete = False  # an interim response: we asked for none, the client need not see it
-        head = read_response_head(raw, status, self._awaits_head_only, self._pool.host)
+        head = read_response_head(raw, status, self._awaits_head_only, self.pool.host)
         self._head = raw
         self._body_follows = True
         self._framing = head.framing
@@ -248,7 +253,7 @@ class Upstream(asyncio.Protocol):
         if self._keep_alive and not self.transport.is_closing() and not self.transport.get_write_buffer_size():
             self._begin_response()
             self._reused = True
-            self._pool.keep(self)
+            self.pool.keep(self)
         else:
             self.transport.close()
         receiver.on_upstream_end()
@@ -303,6 +308,30 @@ class WorkerPool:
             raise ConnectFailed(f"cannot be reached: {error.strerror or error}") from None
         return upstream
 
+    async def ask(
+        self, send: Callable[[Upstream], asyncio.Future[Failure | None]], fresh: bool = False
+    ) -> Failure | None:
+        """Send a request and wait for what becomes of its answer; None where all is well.
+
+        A pooled connection may be closed by the worker just as we send: then nobody has seen the request, and it goes
+        over a new one.
+
+        Args:
+            send: sends it over the connection that it is given, and returns what tells how its answer has ended.
+            fresh: pooled connections are not to be used.
+        """
+        while True:
+            upstream = None if fresh else self.take()
+            if upstream is None:
+                try:
+                    upstream = await self.connect()
+                except ConnectFailed as error:
+                    return Failure(FailureKind.CONNECT, str(error))
+            failure = await send(upstream)
+            if failure is None or failure.kind is not FailureKind.STALE:
+                return failure
+            fresh = True
+
     def keep(self, upstream: Upstream) -> None:
         """Take a connection back after its response."""
         if self._closed or len(self._idle) >= MAX_IDLE:
@@ -340,31 +369,31 @@ class UpstreamPool:
     def __init__(self, timeouts: TimeoutsConfig, ssl_context: ssl.SSLContext | None = None) -> None:
         self._timeouts = timeouts
         self._ssl = ssl_context
-        self._pools: dict[Worker, WorkerPool] = {}
+        self.pools: dict[Worker, WorkerPool] = {}
 
     def of(self, worker: Worker) -> WorkerPool:
         """Return the pool of one worker."""
-        return self._pools.get(worker) or self._open(worker)
+        return self.pools.get(worker) or self._open(worker)
 
     def remove(self, worker: Worker) -> None:
         """Close the pool of a worker that has left."""
-        pool = self._pools.pop(worker, None)
+        pool = self.pools.pop(worker, None)
         if pool is not None:
             pool.close()
 
     def reap(self, now: float) -> bool:
         """Close connections that have been idle for too long; return whether any idle ones are left."""
-        idle = [pool.reap(now) for pool in self._pools.values()]
+        idle = [pool.reap(now) for pool in self.pools.values()]
         return any(idle)
 
     async def close(self) -> None:
         """Close every pool."""
-        for worker in list(self._pools):
+        for worker in list(self.pools):
             self.remove(worker)
 
     def _open(self, worker: Worker) -> WorkerPool:
         if worker.tls and self._ssl is None:
             self._ssl = ssl.create_default_context()
         pool = WorkerPool(worker, self._timeouts.connect_s, self._ssl if worker.tls else None)
-        self._pools[worker] = pool
+        self.pools[worker] = pool
         return pool
