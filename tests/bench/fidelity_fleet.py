@@ -34,11 +34,13 @@ class Served:
     Attributes:
         late_s: how much later it was sent than the trace says.
         ttft_s: from sending it to the first token.
+        ended_s: when its last token came, counted from the beginning of the trace.
         cached_tokens: tokens of its prompt that the worker found in its cache.
     """
 
     late_s: float
     ttft_s: float
+    ended_s: float
     cached_tokens: int
 
 
@@ -70,6 +72,7 @@ async def play(trace: Trace, fleet: FleetSettings, policy: str, speed: float) ->
             "prompt": {"chunk_tokens": trace.block_tokens},
             "index": {"speculative_ttl_s": fleet.gateway.speculation_s / speed},
             "policy": {"name": policy, "params": _times_of(policy, speed)},
+            "dispatch": {"order": fleet.gateway.order},
             "replication": {"enabled": False},  # nor does the simulated gateway copy prefixes
             "log": {"level": "warning", "requests": False},
         }
@@ -88,6 +91,7 @@ def _start_worker(
         "--port": http,
         "--profile": fleet.profile,
         "--capacity-tokens": fleet.capacity_tokens,
+        "--max-model-len": fleet.capacity_tokens,
         "--speed": speed,
         "--stream-interval": 16,
         "--kv-events": published["endpoint"],
@@ -104,9 +108,14 @@ def _start_worker(
 
 
 def _times_of(policy: str, speed: float) -> dict[str, float]:
-    """Return those parameters of a policy that are seconds, by the gateway's clock."""
+    """Return those parameters of a policy that are times or rates, by the gateway's clock."""
     defaults = known_policies()[policy].Params()
-    return {name: getattr(defaults, name) / speed for name in defaults.__struct_fields__ if name.endswith("_s")}
+    values = {name: getattr(defaults, name) for name in defaults.__struct_fields__ if name.endswith("_s")}
+    return {
+        name: value * speed if name.endswith("_per_s") else value / speed
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 async def _until_ready(admin: str, workers: int) -> None:
@@ -141,15 +150,33 @@ async def _play(trace: Trace, url: str, speed: float) -> list[Served]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120 / min(1.0, speed), limits=limits) as client:
         began = perf_counter()
+        served: list[Served | None] = [None] * len(bodies)
 
-        async def serve(request: SimRequest, body: bytes) -> Served:
-            due = began + request.arrival_s / speed
-            await asyncio.sleep(due - perf_counter())
-            late_s = perf_counter() - due
-            ttft_s, usage = await _ask(client, body)
-            return Served(late_s * speed, ttft_s * speed, usage["prompt_tokens_details"]["cached_tokens"])
+        async def serve_in_turn(numbers: list[int]) -> None:
+            """Serve requests that wait for each other: those of a session, or a single one."""
+            due = began + trace.requests[numbers[0]].arrival_s / speed
+            for number in numbers:
+                if number != numbers[0]:
+                    due = perf_counter() + trace.requests[number].think_s / speed
+                await asyncio.sleep(due - perf_counter())
+                late_s = perf_counter() - due
+                ttft_s, usage = await _ask(client, bodies[number])
+                ended_s = perf_counter() - began
+                cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+                served[number] = Served(late_s * speed, ttft_s * speed, ended_s * speed, cached_tokens)
 
-        return await asyncio.gather(*map(serve, trace.requests, bodies))
+        await asyncio.gather(*map(serve_in_turn, _in_turn(trace)))
+        return [each for each in served if each is not None]
+
+
+def _in_turn(trace: Trace) -> list[list[int]]:
+    """Return the numbers of the requests that wait for each other's answers."""
+    if not trace.closed_loop:
+        return [[number] for number in range(len(trace.requests))]
+    sessions: dict[object, list[int]] = {}
+    for number, request in enumerate(trace.requests):
+        sessions.setdefault(number if request.session is None else request.session, []).append(number)
+    return list(sessions.values())
 
 
 async def _ask(client: httpx.AsyncClient, body: bytes) -> tuple[float, dict[str, Any]]:
