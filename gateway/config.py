@@ -187,6 +187,7 @@ class IndexConfig(Section):
     sentinel_password: str | None = Field(
         None, repr=False, description="password of the Sentinels, where they have one"
     )
+    sentinel_password_file: OnDisk | None = Field(None, description="file with it, read at every connection")
     tls_ca: OnDisk | None = Field(None, description="Redis: PEM file of CAs to trust, instead of the system's")
     tls_cert: OnDisk | None = Field(None, description="Redis: PEM certificate chain to show; goes with tls_key")
     tls_key: OnDisk | None = Field(None, description="Redis: PEM private key of tls_cert")
@@ -222,6 +223,8 @@ class IndexConfig(Section):
             raise ValueError("tls_cert and tls_key go together; give both or neither")
         if self.password is not None and self.password_file is not None:
             raise ValueError("password and password_file exclude each other; give one")
+        if self.sentinel_password is not None and self.sentinel_password_file is not None:
+            raise ValueError("sentinel_password and sentinel_password_file exclude each other; give one")
         return self
 
 

@@ -188,7 +188,7 @@ class RedisClient:
             host, port = place.addresses[0] if place.addresses else ("", 0)
             return self._client(host=host, port=port, unix_socket_path=place.path or None, db=place.db)
         timeouts = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), _SENTINEL_TIMEOUT_S)
-        theirs = {"credential_provider": None, "password": config.sentinel_password}
+        theirs = {"credential_provider": _credentials_of_sentinels(config)}
         sentinel = cast("Any", Sentinel)(place.addresses, sentinel_kwargs=settings | timeouts | theirs)
         self._sentinels = sentinel.sentinels
         if place.tls:
@@ -228,6 +228,11 @@ class _Credentials(CredentialProvider):
 def _credentials(config: IndexConfig, place: Place) -> _Credentials | None:
     username, password = config.username or place.username, config.password or place.password
     return _Credentials(username, password, config.password_file) if password or config.password_file else None
+
+
+def _credentials_of_sentinels(config: IndexConfig) -> _Credentials | None:
+    password, file = config.sentinel_password or "", config.sentinel_password_file
+    return _Credentials("", password, file) if password or file else None
 
 
 def _tls_settings(config: IndexConfig) -> dict[str, Any]:

@@ -106,6 +106,24 @@ async def test_a_service_that_the_sentinels_do_not_know_is_out_of_reach_and_name
     assert "'another'" in caplog.text
 
 
+@pytest.mark.slow
+async def test_sentinels_are_given_their_own_password_whatever_its_characters(tmp_path: Path) -> None:
+    password, file, wrong = "it's: {#1", tmp_path / "password", tmp_path / "wrong"
+    file.write_text(f"{password}\n")
+    wrong.write_text("another")
+    with SentinelService() as service:
+        with redis.Redis(port=service.sentinel_port) as admin:
+            admin.acl_setuser("default", reset_passwords=True, passwords=[f"+{password}"], enabled=True)
+
+        async def connects(**settings: Any) -> bool:
+            async with two_indexes(service.url, **settings) as (index, _):
+                return await index.acquire_slot("a") < FIRST_PRIVATE_SLOT
+
+        assert await connects(sentinel_password_file=file)
+        assert await connects(sentinel_password=password)
+        assert not await connects(sentinel_password_file=wrong)
+
+
 async def test_a_cluster_has_what_replicas_share_and_all_its_nodes_have_some(cluster: list[Valkey]) -> None:
     async with two_indexes(cluster_url(cluster)) as (one, other):
         slot, _ = await one.acquire_slot("a"), await other.acquire_slot("b")

@@ -371,6 +371,7 @@ def test_the_passwords_of_the_index_are_masked():
     [
         ({"tls_cert": "a.pem"}, "tls_key"),
         ({"password": "x", "password_file": "y"}, "password_file"),
+        ({"sentinel_password": "x", "sentinel_password_file": "y"}, "sentinel_password_file"),
         ({"url": "http://host"}, "url"),
     ],
 )

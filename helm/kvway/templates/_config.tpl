@@ -22,6 +22,9 @@ index:
   {{- if $redis.passwordSecret.name }}
   password_file: /etc/kvway/redis-password/password
   {{- end }}
+  {{- if $redis.sentinelPasswordSecret.name }}
+  sentinel_password_file: /etc/kvway/sentinel-password/password
+  {{- end }}
   {{- if $redis.tls.caSecret }}
   tls_ca: /etc/kvway/redis-ca/ca.crt
   {{- end }}

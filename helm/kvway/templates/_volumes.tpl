@@ -77,6 +77,16 @@
     - key: {{ $redis.passwordSecret.key }}
       path: password
 {{- end }}
+{{- with $redis.sentinelPasswordSecret }}
+{{- if .name }}
+- name: sentinel-password
+  secretName: {{ .name }}
+  mountPath: /etc/kvway/sentinel-password
+  items:
+    - key: {{ .key }}
+      path: password
+{{- end }}
+{{- end }}
 {{- with ($redis.tls).caSecret }}
 - name: redis-ca
   secretName: {{ . }}
@@ -87,9 +97,9 @@
   secretName: {{ . }}
   mountPath: /etc/kvway/redis-client
 {{- end }}
-{{- range .Values.secretFiles }}
-- name: secret-{{ .name }}
-  secretName: {{ .name }}
-  mountPath: /etc/kvway/secrets/{{ .name }}
+{{- range $number, $secret := .Values.secretFiles }}
+- name: secret-{{ $number }} # names of volumes are shorter than those of Secrets, and have no dots
+  secretName: {{ $secret.name }}
+  mountPath: /etc/kvway/secrets/{{ $secret.name }}
 {{- end }}
 {{- end -}}
