@@ -21,22 +21,22 @@ SIMULATED: dict[str, Any] = {"simulatedWorkers": {"enabled": True}}
 Object = dict[str, Any]
 
 
-def render(*layers: dict[str, Any], name: str = RELEASE) -> list[Object]:
+def render(*layers: dict[str, Any], name: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
     """Return the objects of a release, with values of which later ones win."""
-    files = _rendered(json.dumps(merged(*layers)), name)
+    files = _rendered(json.dumps(merged(*layers)), name, namespace)
     texts = (text for file, text in sorted(files.items()) if not file.endswith("NOTES.txt"))
     return [each for text in texts for each in yaml.load_all(text, yaml.CSafeLoader) if each is not None]
 
 
 def notes(*layers: dict[str, Any]) -> str:
     """Return what ``helm install`` prints."""
-    return _rendered(json.dumps(merged(*layers)), RELEASE)["kvway/templates/NOTES.txt"]
+    return _rendered(json.dumps(merged(*layers)), RELEASE, NAMESPACE)["kvway/templates/NOTES.txt"]
 
 
 @cache
-def _rendered(values: str, name: str) -> dict[str, str]:
+def _rendered(values: str, name: str, namespace: str) -> dict[str, str]:
     with Chart.load(CHART) as chart:
-        return chart.render(json.loads(values), name=name, namespace=NAMESPACE)
+        return chart.render(json.loads(values), name=name, namespace=namespace)
 
 
 def merged(*layers: dict[str, Any]) -> dict[str, Any]:

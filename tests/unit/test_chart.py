@@ -24,7 +24,7 @@ VERSIONS = ("1.25", "1.31", "1.37")
 OURS = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute"}  # kinds that Kubernetes itself does not know
 EVERYTHING: dict[str, Any] = {
     "tls": {"secretName": "cert"},
-    "secretFiles": [{"name": "keys"}],
+    "secretFiles": [{"name": "keys"}, {"name": "my.pull.secret"}],
     "env": [{"name": "KVWAY_LOG__LEVEL", "value": "debug"}],
     "envFrom": [{"secretRef": {"name": "more"}}],
     "imagePullSecrets": [{"name": "registry"}],
@@ -125,6 +125,7 @@ def test_every_mount_has_its_volume_and_every_object_its_own_name(layers):
         volumes = {volume["name"] for volume in spec["volumes"]}
         mounts = [mount for container in spec["containers"] for mount in container["volumeMounts"]]
         assert {mount["name"] for mount in mounts} == volumes
+        assert all(re.fullmatch("[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name) for name in volumes)
         assert len({mount["mountPath"] for mount in mounts}) == len(mounts)
     names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in objects]
     assert len(set(names)) == len(names)
@@ -214,12 +215,10 @@ def test_passwords_come_from_secrets_only():
     index = config(objects)["index"]
     assert index["password_file"] == "/etc/kvway/redis-password/password"
     assert index["tls_ca"] == "/etc/kvway/redis-ca/ca.crt" and "password" not in index
-    environment = {each["name"]: each for each in pod(objects)["containers"][0]["env"]}
-    assert environment["SENTINEL_PASSWORD"]["valueFrom"]["secretKeyRef"] == {
-        "name": "redis-sentinel",
-        "key": "password",
-    }
-    assert environment["KVWAY_INDEX__SENTINEL_PASSWORD"]["value"] == "'$(SENTINEL_PASSWORD)'"
+    assert index["sentinel_password_file"] == "/etc/kvway/sentinel-password/password"
+    (volume,) = [each for each in pod(objects)["volumes"] if each["name"] == "sentinel-password"]
+    assert volume["secret"]["secretName"] == "redis-sentinel"
+    assert volume["secret"]["items"] == [{"key": "password", "path": "password"}]
     assert not [each for each in objects if each["kind"] == "Secret"]
 
 
@@ -303,6 +302,26 @@ def test_two_releases_in_one_namespace_do_not_meet():
     assert not first & second
 
 
+def test_releases_of_one_name_in_two_namespaces_do_not_meet_where_they_look_for_workers():
+    values: dict[str, Any] = {"config": {"discovery": {"kubernetes": [{"selector": "app=a", "namespaces": ["fleet"]}]}}}
+    first, second = (
+        {(e["kind"], e["metadata"]["name"]) for e in render(values, namespace=n) if "Role" in e["kind"]}
+        for n in ("one", "two")
+    )
+    assert first and not first & second
+
+
+def test_the_load_test_reaches_the_gateway_whoever_else_may_not():
+    some = {"namespaceSelector": {"matchLabels": {"team": "chat"}}}
+    more = {"from": [{"podSelector": {}}], "ports": [{"port": 5557}]}
+    objects = render(SIMULATED, {"networkPolicy": {"enabled": True, "from": [some], "ingress": [more]}})
+    public, admin, last = find(objects, "NetworkPolicy")["spec"]["ingress"]
+    load = find(render(SIMULATED, {"loadTest": {"enabled": True}}), "Job", "kvway-load-1")
+    selector = public["from"][0]["podSelector"]["matchLabels"].items()
+    assert selector <= load["spec"]["template"]["metadata"]["labels"].items()
+    assert public["from"][1:] == [some] and admin["ports"] == [{"port": 8001}] and last == more
+
+
 def test_notes_warn_of_replicas_that_know_nothing_of_each_other():
     assert "WARNING" in chart.notes(WORKER, {"redis": {"mode": "none"}})
     assert "WARNING" not in chart.notes(WORKER) and "simulated" in chart.notes(SIMULATED)
@@ -320,13 +339,26 @@ MISTAKES = [
     (SIMULATED | {"config": {"workers": [{"url": "http://a:1", "kv_event": {}}]}}, "/config/workers/0.*kv_event"),
     (SIMULATED | {"config": {"models": {"x": {"tokeniser": "a"}}}}, "/config/models/x.*tokeniser"),
     (SIMULATED | {"config": {"server": {"port": 0}}}, "config.server.port"),
+    (SIMULATED | {"config": {"server": {"admin_port": 8000}}}, "are both 8000"),
+    (SIMULATED | {"config": {"server": {"drain_s": None}}}, "/config/server.*drain_s"),
+    (SIMULATED | {"config": {"server": None}}, "/config.*server"),
+    (SIMULATED | {"image": {"repository": "kvway@sha256:0"}}, "/image/repository"),
+    (SIMULATED | {"service": {"nodePort": 30080}}, "service.nodePort is for"),
+    (SIMULATED | {"secretFiles": [{"name": "a"}, {"name": "a"}]}, "/secretFiles"),
     (SIMULATED | {"config": {"index": {"password": "x"}}}, "redis.passwordSecret"),
     (SIMULATED | {"config": {"index": {"url": "redis://:x@h"}}}, "redis.passwordSecret"),
     (SIMULATED | {"config": {"recorder": {"salt": "x"}}}, "KVWAY_RECORDER__SALT"),
     (SIMULATED | {"redis": {"mode": "sentinal"}}, "/redis/mode"),
     (SIMULATED | {"redis": {"mode": "cluster"}}, "redis.hosts must name"),
     (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["a", "b"]}}, "one server"),
-    (SIMULATED | {"redis": {"tls": {"enabled": True}}}, "existing servers"),
+    (SIMULATED | {"redis": {"tls": {"enabled": True}}}, "redis.tls are for existing servers"),
+    (SIMULATED | {"redis": {"username": "me"}}, "redis.username .* for existing servers"),
+    (
+        SIMULATED | {"redis": {"mode": "standalone", "hosts": ["a"], "tls": {"caSecret": "ca"}}},
+        "nothing would be encrypted",
+    ),
+    (SIMULATED | {"redis": {"mode": "cluster", "hosts": ["a"], "database": 1}}, "no databases"),
+    (SIMULATED | {"redis": {"sentinelPasswordSecret": {"name": "x"}}}, "is for redis.mode sentinel"),
     (SIMULATED | {"tokenizer": {"source": "pvc"}}, "claimName"),
     (SIMULATED | {"tokenizer": {"source": "image"}}, "reference"),
     (SIMULATED | {"tokenizer": {"source": "download"}}, "repositories"),

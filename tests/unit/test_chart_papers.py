@@ -100,7 +100,11 @@ def test_alerts_and_panels_ask_for_metrics_that_there_are(expression, metrics):
 def test_alerts_are_about_this_release_only_and_say_what_to_do():
     assert [rule["record"] for rule in rules() if "record" in rule] == [RECORDED]
     for rule in rules():
-        assert 'namespace="llm",pod=~"kvway-.+"' in rule["expr"]
+        matched = re.findall(r'namespace="llm",pod=~"([^"]+)"', rule["expr"])
+        assert matched
+        for pattern in matched:
+            assert re.fullmatch(pattern, "kvway-5d4f8b7c9-x2x4z")
+            assert not re.fullmatch(pattern, "kvway-blue-5d4f8b7c9-x2x4z")  # of another release
         if "alert" in rule:
             assert rule["labels"]["severity"] in ("warning", "critical") and rule["annotations"].keys() == {
                 "summary",

@@ -16,14 +16,29 @@
 {{- if not (and $server.port $server.admin_port) -}}
 {{- fail "config.server.port and config.server.admin_port must be given: probes and Services lead there" -}}
 {{- end -}}
+{{- if eq (int $server.port) (int $server.admin_port) -}}
+{{- fail (printf "config.server.port and config.server.admin_port are both %d; the admin port must be another one" (int $server.port)) -}}
+{{- end -}}
+{{- if and $values.service.nodePort (eq $values.service.type "ClusterIP") -}}
+{{- fail "service.nodePort is for service.type NodePort or LoadBalancer" -}}
+{{- end -}}
 {{- if and (has $values.redis.mode (list "standalone" "sentinel" "cluster")) (not $values.redis.hosts) -}}
 {{- fail (printf "redis.mode is %s, so redis.hosts must name where it is" $values.redis.mode) -}}
 {{- end -}}
 {{- if and (eq $values.redis.mode "standalone") (gt (len $values.redis.hosts) 1) -}}
 {{- fail "redis.mode is standalone, so redis.hosts must name one server; for several write sentinel or cluster" -}}
 {{- end -}}
-{{- if and (eq $values.redis.mode "bundled") (or $values.redis.tls.enabled $values.redis.hosts) -}}
-{{- fail "redis.hosts and redis.tls are for existing servers; set redis.mode to standalone, sentinel or cluster" -}}
+{{- if and (eq $values.redis.mode "bundled") (or $values.redis.tls.enabled $values.redis.hosts $values.redis.username) -}}
+{{- fail "redis.hosts, redis.username and redis.tls are for existing servers; set redis.mode to standalone, sentinel or cluster" -}}
+{{- end -}}
+{{- if and (or $values.redis.tls.caSecret $values.redis.tls.clientSecret) (not $values.redis.tls.enabled) -}}
+{{- fail "redis.tls names Secrets, but redis.tls.enabled is false: nothing would be encrypted" -}}
+{{- end -}}
+{{- if and (eq $values.redis.mode "cluster") $values.redis.database -}}
+{{- fail "redis.mode is cluster, and a cluster has no databases; leave redis.database at 0" -}}
+{{- end -}}
+{{- if and $values.redis.sentinelPasswordSecret.name (ne $values.redis.mode "sentinel") -}}
+{{- fail "redis.sentinelPasswordSecret is for redis.mode sentinel; the servers' own password is redis.passwordSecret" -}}
 {{- end -}}
 {{- if and (eq $values.tokenizer.source "pvc") (not $values.tokenizer.pvc.claimName) -}}
 {{- fail "tokenizer.source is pvc, so tokenizer.pvc.claimName must name the claim" -}}
