@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.conftest import CHUNK_TOKENS, Fleet
+from tests.e2e.conftest import BLOCK_TOKENS, CHUNK_TOKENS, Fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -95,3 +95,27 @@ def test_a_reset_prefix_cache_is_noticed_with_the_next_event(fleet: Fleet) -> No
     settled(fleet)
     again = chat(fleet, messages)
     assert predicted(again) == cached(again) == 0
+
+
+def test_a_prompt_is_prefetched_to_a_named_engine_and_cleared_from_it(fleet: Fleet) -> None:
+    text = " ".join(f"Clause {number} of the lease is about door {number * 7}." for number in range(120))
+    body = {"model": "tiny", "prompt": text, "max_tokens": 1}
+    workers = [worker["name"] for worker in httpx.get(f"{fleet.admin}/admin/workers").json()]
+
+    def control(verb: str, content: Any = None, **parameters: str) -> Any:
+        answer = httpx.post(f"{fleet.admin}/admin/cache/{verb}", params=parameters, json=content, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def held() -> list[int]:
+        return [row["hit_tokens"] for row in control("lookup", body)["workers"]]
+
+    done = control("prefetch", body, worker=workers[1])
+    settled(fleet)
+    assert held() == [0, done["tokens"]]
+    assert control("prefetch", body, worker=workers[1])["cached_tokens"] >= done["tokens"] - BLOCK_TOKENS
+    assert {(row["engine"], row["index"]) for row in control("clear")["workers"]} == {("cleared", "cleared")}
+    assert held() == [0, 0]
+    assert control("prefetch", body, worker=workers[1])["cached_tokens"] == 0
+    settled(fleet)
+    assert held() == [0, done["tokens"]]
