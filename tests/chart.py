@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,12 @@ def config(objects: list[Object]) -> dict[str, Any]:
 def example(name: str) -> dict[str, Any]:
     """Return the values in a file of the examples."""
     return yaml.safe_load((EXAMPLES / name).read_text())  # type: ignore[no-any-return]
+
+
+def documented(page: str) -> list[dict[str, Any]]:
+    """Return what the YAML examples on a page of the documentation say."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL)
+    return [yaml.safe_load(block) for block in blocks]
 
 
 def manifests(file: Path) -> list[Object]:

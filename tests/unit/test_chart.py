@@ -58,6 +58,7 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "pod monitor": [WORKER, {"podMonitor": {"enabled": True, "relabelings": [{"action": "drop"}]}}],
     "route": [WORKER, {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gw"}], "hostnames": ["kvway.example"]}}],
     "everything": [SIMULATED, EVERYTHING],
+    "load test of the documentation": [SIMULATED, *chart.documented("load-testing.md")],
 }
 
 # Else every object has all of a version's definitions read anew, which takes longer than everything else here.
