@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.base import Floats
 from sim.load.health import Window
@@ -36,10 +37,12 @@ class Recorder:
         began: beginning of the test on the clock of ``perf_counter``.
 
     Attributes:
+        answered: requests that were answered.
         errors: failures by message.
     """
 
     def __init__(self, began: float) -> None:
+        self.answered = 0
         self.errors: Counter[str] = Counter()
         self._began = began
         self._columns = {name: array("d") for name in COLUMNS}
@@ -67,14 +70,10 @@ class Recorder:
             message = str(exception)
             self.errors[message if message in self.errors or len(self.errors) < _MOST_ERRORS else "others"] += 1
             return
+        self.answered += 1
         self._reports_hits |= answer.cached_tokens is not None
-        for gap_s in answer.gaps_s:
-            self._gaps[_bin(gap_s)] += 1
-
-    @property
-    def answered(self) -> int:
-        """Requests that were answered."""
-        return int(sum(self._columns["ok"]))
+        if answer.gaps_s:  # all at once: other streams wait for their next chunk meanwhile
+            self._gaps += np.bincount(_bins(np.array(answer.gaps_s)), minlength=_BINS)
 
     def columns(self) -> dict[str, Floats]:
         """Return ``COLUMNS`` as arrays, a row per request in the order of their ends."""
@@ -110,8 +109,9 @@ class Recorder:
         return found | {"errors": dict(self.errors.most_common())}
 
 
-def _bin(gap_s: float) -> int:
-    return min(_BINS - 1, max(0, int(np.log(max(gap_s, _LEAST_GAP_S) / _LEAST_GAP_S) / np.log(_BIN_WIDTH))))
+def _bins(gaps_s: Floats) -> npt.NDArray[np.int64]:
+    widths = np.log(np.maximum(gaps_s, _LEAST_GAP_S) / _LEAST_GAP_S) / np.log(_BIN_WIDTH)
+    return np.asarray(np.minimum(widths.astype(np.int64), _BINS - 1))
 
 
 def _percentiles(name: str, values: Floats) -> dict[str, float | None]:

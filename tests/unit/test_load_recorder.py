@@ -58,6 +58,13 @@ def test_quantiles_of_gaps_are_true_to_one_percent() -> None:
     assert recorder.gap_quantiles(shares) == pytest.approx(np.quantile(gaps, shares), rel=0.012)
 
 
+def test_gaps_of_nothing_and_of_hours_are_counted() -> None:
+    recorder = recorded(answer(gaps_s=(0.0, 0.0, 0.0, 7200.0)), answer(gaps_s=()))
+    least, most = recorder.gap_quantiles(np.array([0.5, 1.0]))
+    assert least == pytest.approx(1e-5, rel=0.01) and most > 1000
+    assert recorder.answered == 2
+
+
 def test_kinds_of_failures_are_bounded() -> None:
     recorder = recorded(failed=tuple(f"failure {number}" for number in range(500)))
     assert len(recorder.errors) <= 51
