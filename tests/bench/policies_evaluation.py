@@ -4,6 +4,9 @@
 on at once, to engines that take them first come, first served. In every cell the best of them, by mean TTFT over the
 seeds, is the one to beat. Gains are paired: the mean over the seeds of the relative change, with its standard error.
 
+``--limit`` adds what no policy can gain more than: ``expected-cost`` where HBM never evicts. It beats nobody, and shows
+how much of a cell's time is recomputing what was evicted.
+
 Agents are measured from a warm-up to the moment when the first user has had all of its turns, open loops without their
 first tenth.
 """
@@ -35,27 +38,30 @@ from sim.results import SimResult
 from sim.users import steady
 from tests.bench.measure import Figures
 from tests.bench.policies_cells import CELLS, CLAUDE_CODE, DECISIVE, MOONCAKE, Cell, Setting, fleet_of, trace_of
-from tests.bench.policies_targets import OURS, Entrants, Results, best_baseline, gain, mean_of, targets
+from tests.bench.policies_targets import LIMIT, OURS, Entrants, Results, best_baseline, gain, mean_of, targets
 from tests.processes import ROOT
 
 TRACES: Final = ROOT.parent / "shared" / "traces"
 QUICK_TURNS: Final = 40
 QUICK_REQUESTS: Final = 2500
 _WARM_UP_SHARE: Final = 0.1  # of an open loop's time
+_UNBOUNDED: Final = 20  # times HBM: more than all prompts of a cell together
 _COLLAPSED: Final = 0.5  # a hit rate, or requests answered, below this share of what they were
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A policy with its parameters, and the order in which held requests are released."""
+    """A policy with its parameters, the order in which held requests are released, and a factor for the size of HBM."""
 
     label: str
     policy: str
     params: Mapping[str, Any] = field(default_factory=dict)
     order: str = "none"
+    hbm: int = 1
 
 
 DEFAULT: Final = Entrant(OURS, OURS, order="least-work")
+NEVER_EVICTS: Final = replace(DEFAULT, label=LIMIT, hbm=_UNBOUNDED)
 BASELINES: Final = (
     *(Entrant(name, name) for name in sorted(known_policies()) if name != OURS),
     Entrant("lmetric, own tokens", "lmetric", {"queued": False}),
@@ -87,7 +93,12 @@ class Job:
 def run(job: Job) -> Figures:
     """Simulate, and return the figures of the part that counts."""
     trace = trace_of(job.cell, job.setting, job.seed)
-    fleet = replace(fleet_of(job.cell, job.setting), gateway=GatewaySettings(order=job.entrant.order))
+    fleet = fleet_of(job.cell, job.setting)
+    fleet = replace(
+        fleet,
+        capacity_tokens=job.entrant.hbm * fleet.capacity_tokens,
+        gateway=GatewaySettings(order=job.entrant.order),
+    )
     result = simulate(trace, fleet, job.entrant.policy, job.entrant.params, job.seed)
     if trace.closed_loop:
         return figures(steady(trace, result), fleet.workers)
@@ -100,8 +111,9 @@ def figures(result: SimResult, workers: int) -> Figures:
 
     Returns:
         Besides the summary ``imbalance``, tokens prefilled by the busiest worker over the mean; ``longest_wait_s``,
-        from arrival to the first step that computed something, of whoever waited longest; ``collapsed``, 1 where the
-        last third hit, or was answered, less than half as much as the first.
+        from arrival to the first step that computed something, of whoever waited longest; ``kv_in_use``, the mean share
+        of HBM that running requests use, and that nothing idle can be kept in; ``collapsed``, 1 where the last third
+        hit, or was answered, less than half as much as the first.
     """
     summary = {name: float(value) for name, value in result.summary().items() if not isinstance(value, str)}
     answered = result.answered
@@ -112,6 +124,7 @@ def figures(result: SimResult, workers: int) -> Figures:
     return summary | {
         "imbalance": float(prefilled.max() / max(prefilled.mean(), 1.0)),
         "longest_wait_s": float(waits.max(initial=0.0)),
+        "kv_in_use": float(result.kv_usage.mean()) if result.kv_usage.size else 0.0,
         "collapsed": float(any(after < _COLLAPSED * before for before, after in zip(first, last, strict=True))),
     }
 
@@ -165,6 +178,7 @@ def table(cell: str, entrants: Entrants, beaten: str) -> Table:
         "HBM": ("hit_rate_hbm", 100, "{:.1f}"),
         "host": ("hit_rate_host", 100, "{:.1f}"),
         "pool": ("hit_rate_remote", 100, "{:.1f}"),
+        "in use": ("kv_in_use", 100, "{:.0f}"),
         "busiest": ("imbalance", 1, "{:.2f}"),
         "longest wait": ("longest_wait_s", 1, "{:.0f}"),
     }
@@ -203,6 +217,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--quick", action="store_true", help="the decisive cells, the strongest baselines, four workers"
     )
     parser.add_argument("--ablation", action="store_true", help="expected-cost without each of its terms instead")
+    parser.add_argument("--limit", action="store_true", help="with what a fleet that never evicts would reach")
     parser.add_argument("--cells", nargs="+", choices=names, metavar="CELL", help=f"of {', '.join(names)}")
     parser.add_argument("--policies", nargs="+", metavar="POLICY", help="baselines, by name; default: all")
     parser.add_argument("--seeds", type=int, help="runs of each; default 3, with --quick 2")
@@ -256,4 +271,5 @@ def _entrants(options: Namespace) -> Sequence[Entrant]:
     if options.ablation:
         return ABLATION
     wanted = options.policies or (STRONGEST if options.quick else None)
-    return [DEFAULT, *(entrant for entrant in BASELINES if wanted is None or entrant.label in wanted)]
+    limit = [NEVER_EVICTS] if options.limit else []
+    return [DEFAULT, *limit, *(entrant for entrant in BASELINES if wanted is None or entrant.label in wanted)]

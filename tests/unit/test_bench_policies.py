@@ -6,8 +6,8 @@ import pytest
 
 from tests.bench import policies_micro
 from tests.bench.policies_cells import CELLS, CLAUDE_CODE, DECISIVE, Cell, Setting, trace_of
-from tests.bench.policies_evaluation import DEFAULT, TRACES, Job, run
-from tests.bench.policies_targets import OURS, best_baseline, gain, targets, wanted
+from tests.bench.policies_evaluation import DEFAULT, NEVER_EVICTS, TRACES, Job, run
+from tests.bench.policies_targets import LIMIT, OURS, best_baseline, gain, targets, wanted
 
 
 @pytest.mark.parametrize("workers", policies_micro.FLEETS)
@@ -52,6 +52,7 @@ def figures(ttft_s: float, requests_per_s: float = 1.0, collapsed: float = 0.0) 
 def test_the_best_baseline_is_the_one_to_beat_seed_by_seed():
     found = {OURS: [figures(2), figures(6)], "sticky": [figures(4), figures(8)], "random": [figures(9), figures(9)]}
     assert best_baseline(found) == "sticky"
+    assert best_baseline(found | {LIMIT: [figures(1), figures(1)]}) == "sticky"
     change = gain(found[OURS], found["sticky"], "ttft_mean_s")
     assert change.mean == pytest.approx((-0.5 - 0.25) / 2)
     assert change.error == pytest.approx(0.125)
@@ -96,7 +97,15 @@ def test_figures_say_who_was_busiest_and_who_waited_longest():
     assert 1 <= found["imbalance"] < 2
     assert 0 < found["ttft_p50_s"] <= found["ttft_p99_s"]
     assert found["longest_wait_s"] > 0
+    assert 0 < found["kv_in_use"] < 1
     assert not found["collapsed"]
+
+
+def test_the_limit_is_the_same_load_on_a_cache_that_is_never_full():
+    setting = Setting(Path(), workers=2, requests=300)
+    bounded, unbounded = (run(Job(Cell("saas", 0.8), setting, 0, entrant)) for entrant in (DEFAULT, NEVER_EVICTS))
+    assert unbounded["requests_per_s"] == bounded["requests_per_s"]
+    assert unbounded["kv_in_use"] == pytest.approx(bounded["kv_in_use"] / NEVER_EVICTS.hbm, rel=0.2)
 
 
 @pytest.mark.skipif(not (TRACES / CLAUDE_CODE).exists(), reason=f"{TRACES / CLAUDE_CODE} is not there")
