@@ -8,7 +8,7 @@ their live contexts, what they share counted once, over the HBM of all workers. 
 as well.
 
 **Open loops.** Load is relative to the fleet's capacity for that traffic: the requests per second that it completes
-under ``least-work`` when all of them are there from the beginning.
+under ``least-work``, with engines that serve first come, first served, when all are there from the beginning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, Literal
 
 from policies.base import Tier
 from sim.engine import simulate
-from sim.fleet import FleetSettings, TierSettings, host_tier
+from sim.fleet import FleetSettings, GatewaySettings, TierSettings, host_tier
 from sim.generators import generator
 from sim.profiles import LINKS
 from sim.requests import SimRequest, Trace
@@ -200,5 +200,6 @@ def _side_by_side(traces: Sequence[Trace]) -> Trace:
 
 def _capacity(trace: Trace, fleet: FleetSettings) -> float:
     """Return the requests per second that a fleet completes when it is never short of them."""
-    result = simulate(scale_load(trace, _AT_ONCE), fleet, "least-work")
+    at_once = replace(fleet, gateway=GatewaySettings(order="none"))
+    result = simulate(scale_load(trace, _AT_ONCE), at_once, "least-work")
     return len(trace.requests) / result.duration_s
