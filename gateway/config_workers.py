@@ -159,8 +159,8 @@ class WorkerSettings(Section):
     )
     pd: Literal["nixl", "mooncake", "lmcache", "sglang"] = Field(
         "nixl",
-        description="how KV goes from prefill to decode: vLLM's NixlConnector or MooncakeConnector, or SGLang's "
-        "disaggregation; see docs/disaggregation.md",
+        description="how KV goes from prefill to decode: vLLM's NixlConnector or MooncakeConnector, LMCache's "
+        "disaggregated prefill, or SGLang's disaggregation; see docs/disaggregation.md",
     )
     bootstrap_port: WorkerPort = Field(
         8998, description="of a prefill worker with pd mooncake or sglang: port of its bootstrap server"
@@ -262,7 +262,9 @@ class KubernetesConfig(Section):
 
     kind: Literal["pods", "services"] = Field("pods", description="each pod is an engine, or each Service is one")
     selector: str = Field(min_length=1, description="label selector, for instance app=vllm")
-    namespaces: tuple[str, ...] = Field((), description="where to look; empty: in the gateway's own namespace")
+    namespaces: tuple[Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$")], ...] = Field(
+        (), description="where to look, by name; empty: in the gateway's own namespace"
+    )
     role_label: str = Field("kvway.io/role", description="label that says mixed, prefill or decode")
     relist_s: float = Field(
         5.0, gt=0, description="a watch is replaced by a new list after so long; longer above 100 pods"

@@ -349,6 +349,10 @@ MISTAKES = [
     (SIMULATED | {"config": {"index": {"password": "x"}}}, "redis.passwordSecret"),
     (SIMULATED | {"config": {"index": {"url": "redis://:x@h"}}}, "redis.passwordSecret"),
     (SIMULATED | {"config": {"recorder": {"salt": "x"}}}, "KVWAY_RECORDER__SALT"),
+    (
+        {"config": {"discovery": {"kubernetes": [{"selector": "app=a", "namespaces": ["*"]}]}}},
+        "/config/discovery/kubernetes/0/namespaces",
+    ),
     (SIMULATED | {"redis": {"mode": "sentinal"}}, "/redis/mode"),
     (SIMULATED | {"redis": {"mode": "cluster"}}, "redis.hosts must name"),
     (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["a", "b"]}}, "one server"),
