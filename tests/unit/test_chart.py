@@ -179,6 +179,15 @@ def test_with_a_certificate_clients_and_probes_speak_https():
     assert config(objects)["server"]["tls_cert"] == "/etc/kvway/tls/tls.crt"
 
 
+def test_with_a_certificate_that_config_names_they_do_too():
+    by_hand = {"config": {"server": {"tls_cert": "/etc/kvway/secrets/a/tls.crt", "tls_key": "/etc/kvway/secrets/a/k"}}}
+    values: list[dict[str, Any]] = [SIMULATED, by_hand, {"secretFiles": [{"name": "a"}], "loadTest": {"enabled": True}}]
+    objects = render(*values)
+    assert pod(objects)["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert "--url=https://kvway:80" in pod(objects, "Job", "kvway-load-1")["containers"][0]["args"]
+    assert "https://kvway.llm.svc" in chart.notes(*values)
+
+
 def test_a_change_of_the_configuration_rolls_the_pods():
     def checksum(**server: Any) -> str:
         objects = render(SIMULATED, {"config": {"server": server}})

@@ -43,6 +43,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace 
 {{- .Values.terminationGracePeriodSeconds | default $least | int -}}
 {{- end -}}
 
+{{/* What the public port speaks: a certificate is that of the chart, or one that `config` names. */}}
+{{- define "kvway.scheme" -}}
+{{- ternary "https" "http" (not (empty (or .Values.tls.secretName .Values.config.server.tls_cert))) -}}
+{{- end -}}
+
 {{/* Discovery that asks the API server of this cluster. */}}
 {{- define "kvway.kubernetesSources" -}}
 {{- $here := list -}}
