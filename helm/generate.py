@@ -1,7 +1,7 @@
 """Writes what follows from other files; run it after a change to values.yaml or to the configuration.
 
 - ``values.schema.json``: the part about ``config``, from the gateway's own models, so that a typo in ``kvway.yaml``
-  fails the install. The rest of the schema is written by hand.
+  fails the install, and which profiles and scenarios there are. The rest of the schema is written by hand.
 - ``README.md``: the table of values, from the comments in ``values.yaml``.
 """
 
@@ -15,6 +15,9 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from gateway.config import Config
+from sim.generators import GENERATORS
+from sim.load.scenario import CODE
+from sim.profiles import PROFILES
 
 CHART: Final = Path(__file__).parent / "kvway"
 _BEGIN: Final = "<!-- values: python helm/generate.py -->\n"
@@ -31,12 +34,17 @@ class Value(NamedTuple):
 
 
 def schema() -> str:
-    """Return ``values.schema.json`` with the configuration's models as they are now."""
+    """Return ``values.schema.json`` with the configuration's models, profiles and scenarios as they are now."""
     whole = json.loads((CHART / "values.schema.json").read_text())
     models = Config.model_json_schema(ref_template="#/$defs/{model}")
     by_hand = {name: each for name, each in whole["$defs"].items() if name[0].islower() and name != _ROOT}
     generated = {**models.pop("$defs"), _ROOT: models}
     whole["$defs"] = by_hand | {name: _without_noise(each) for name, each in sorted(generated.items())}
+    sections = whole["properties"]
+    sections["simulatedWorkers"]["properties"]["profile"] = {"enum": sorted(PROFILES)}
+    # A path is a trace that an image of one's own has.
+    scenario = rf"^(({'|'.join([*GENERATORS, CODE])})(:.*)?|/.+)$"
+    sections["loadTest"]["properties"]["scenario"] = {"type": "string", "pattern": scenario}
     return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
 
 

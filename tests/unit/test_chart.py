@@ -58,6 +58,13 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "pod monitor": [WORKER, {"podMonitor": {"enabled": True, "relabelings": [{"action": "drop"}]}}],
     "route": [WORKER, {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gw"}], "hostnames": ["kvway.example"]}}],
     "everything": [SIMULATED, EVERYTHING],
+    "numbers and signs for names": [
+        {"simulatedWorkers": {"enabled": True, "model": "org/m: x #1"}},
+        {"redis": {"passwordSecret": {"name": "0123", "key": "1"}, "bundled": {"maxMemory": "536870912"}}},
+        {"tokenizer": {"source": "pvc", "pvc": {"claimName": "42", "subPath": "2026"}}},
+        {"tls": {"secretName": "7"}, "secretFiles": [{"name": "1e3"}], "priorityClassName": "100"},
+        {"ingress": {"enabled": True, "className": "1"}},
+    ],
     "load test of the documentation": [SIMULATED, *chart.documented("load-testing.md")],
 }
 
@@ -382,6 +389,9 @@ MISTAKES = [
     (SIMULATED | {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}, "enable one"),
     (SIMULATED | {"httpRoute": {"enabled": True}}, "parentRefs"),
     (SIMULATED | {"loadTest": {"url": "kvway:80"}}, "/loadTest/url"),
+    (SIMULATED | {"loadTest": {"scenario": "chatt:sessions=5"}}, "/loadTest/scenario"),
+    ({"simulatedWorkers": {"enabled": True, "profile": "llama-70b/h100/4"}}, "/simulatedWorkers/profile"),
+    (SIMULATED | {"redis": {"bundled": {"maxMemory": "512 MB"}}}, "/redis/bundled/maxMemory"),
 ]
 
 

@@ -15,7 +15,6 @@ import yaml
 from gateway import __version__
 from gateway.app import Gateway
 from gateway.config import Config
-from sim.profiles import PROFILES
 from tests import chart
 from tests.chart import CHART, EXAMPLES, SIMULATED, example, find, manifests, render
 from tests.processes import ROOT
@@ -147,7 +146,3 @@ def test_the_examples_configure_the_fleets_they_come_with(engine):
     assert told == (ports["http"], ports["kv-events"], ports["kv-replay"])
     (block,) = (int(flag.partition("=")[2]) for flag in container["args"] if re.match("--(block|page)-size", flag))
     assert config.prompt.chunk_tokens % block == 0
-
-
-def test_the_profile_of_simulated_workers_is_one_that_there_is():
-    assert yaml.safe_load((CHART / "values.yaml").read_text())["simulatedWorkers"]["profile"] in PROFILES

@@ -17,7 +17,7 @@
   readOnly: true
   {{- if eq .Values.tokenizer.source "pvc" }}
   {{- with .Values.tokenizer.pvc.subPath }}
-  subPath: {{ . }}
+  subPath: {{ . | quote }}
   {{- end }}
   {{- end }}
 {{- end }}
@@ -35,7 +35,7 @@
 {{- range include "kvway.secretVolumes" . | fromYamlArray }}
 - name: {{ .name }}
   secret:
-    secretName: {{ .secretName }}
+    secretName: {{ .secretName | quote }}
     defaultMode: 0444
     {{- with .items }}
     items:
@@ -47,11 +47,11 @@
 - name: tokenizers
   {{- if eq $tokenizer.source "pvc" }}
   persistentVolumeClaim:
-    claimName: {{ $tokenizer.pvc.claimName }}
+    claimName: {{ $tokenizer.pvc.claimName | quote }}
     readOnly: true
   {{- else if eq $tokenizer.source "image" }}
   image:
-    reference: {{ $tokenizer.image.reference }}
+    reference: {{ $tokenizer.image.reference | quote }}
     pullPolicy: {{ $tokenizer.image.pullPolicy }}
   {{- else }}
   emptyDir: {}
@@ -66,40 +66,40 @@
 {{- $redis := ternary dict .Values.redis (eq .Values.redis.mode "none") -}}
 {{- with .Values.tls.secretName }}
 - name: tls
-  secretName: {{ . }}
+  secretName: {{ . | quote }}
   mountPath: /etc/kvway/tls
 {{- end }}
 {{- if include "kvway.hasRedisPassword" . }}
 - name: redis-password
-  secretName: {{ $redis.passwordSecret.name }}
+  secretName: {{ $redis.passwordSecret.name | quote }}
   mountPath: /etc/kvway/redis-password
   items:
-    - key: {{ $redis.passwordSecret.key }}
+    - key: {{ $redis.passwordSecret.key | quote }}
       path: password
 {{- end }}
 {{- with $redis.sentinelPasswordSecret }}
 {{- if .name }}
 - name: sentinel-password
-  secretName: {{ .name }}
+  secretName: {{ .name | quote }}
   mountPath: /etc/kvway/sentinel-password
   items:
-    - key: {{ .key }}
+    - key: {{ .key | quote }}
       path: password
 {{- end }}
 {{- end }}
 {{- with ($redis.tls).caSecret }}
 - name: redis-ca
-  secretName: {{ . }}
+  secretName: {{ . | quote }}
   mountPath: /etc/kvway/redis-ca
 {{- end }}
 {{- with ($redis.tls).clientSecret }}
 - name: redis-client
-  secretName: {{ . }}
+  secretName: {{ . | quote }}
   mountPath: /etc/kvway/redis-client
 {{- end }}
 {{- range $number, $secret := .Values.secretFiles }}
 - name: secret-{{ $number }} # names of volumes are shorter than those of Secrets, and have no dots
-  secretName: {{ $secret.name }}
+  secretName: {{ $secret.name | quote }}
   mountPath: /etc/kvway/secrets/{{ $secret.name }}
 {{- end }}
 {{- end -}}
