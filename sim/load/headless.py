@@ -73,7 +73,7 @@ Progress = Callable[[float, Recorder, list[Window]], None]
 
 
 def run_load(options: LoadOptions, scenario: Scenario, progress: Progress) -> LoadResult:
-    """Run a test to its end; an interrupt ends it early, with what there is.
+    """Run a test to its end; SIGINT or SIGTERM ends it early, with what there is.
 
     Raises:
         ValueError: the endpoint is not there.
@@ -86,7 +86,7 @@ def run_load(options: LoadOptions, scenario: Scenario, progress: Progress) -> Lo
     recorder = Recorder(began)
     environment.events.request.add_listener(recorder.on_request)
     interrupted = Event()
-    handler = gevent.signal_handler(signal.SIGINT, interrupted.set)
+    handlers = [gevent.signal_handler(each, interrupted.set) for each in (signal.SIGINT, signal.SIGTERM)]
     try:
         if options.ramp:
             runner.start_shape()
@@ -99,7 +99,8 @@ def run_load(options: LoadOptions, scenario: Scenario, progress: Progress) -> Lo
             progress(perf_counter() - began, recorder, session.windows)
     finally:
         runner.quit()
-        handler.cancel()
+        for handler in handlers:
+            handler.cancel()
     windows = session.windows
     for crash in runner.exceptions.values():
         recorder.errors[f"the load generator failed: {crash['msg']}"] += crash["count"]

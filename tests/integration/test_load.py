@@ -7,6 +7,8 @@ import contextlib
 import csv
 import json
 import os
+import re
+import signal
 import socket
 import sys
 import threading
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 
 from gateway.cli import app
 from sim.scenario import Traffic
+from tests.events_rig import until
 from tests.processes import ROOT, kvway
 from tests.sim_clients import worker_and_client
 
@@ -163,6 +166,25 @@ async def test_a_scenario_runs_against_a_worker_and_is_reported(tmp_path: Path) 
     assert "src=" not in page
     assert 'href="http' not in page.replace("www.w3.org", "")
     assert sorted(tmp_path.iterdir()) == sorted([lines, html, figures])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+async def test_a_test_that_is_ended_reports_what_there_is(end: signal.Signals, tmp_path: Path) -> None:
+    async with worker_and_client() as (worker, client):
+        words = ("load", "chat:sessions=10000,think_s=0.05", "--users", "2", "--url", worker.url)
+        file = tmp_path / "r.json"
+        process = await asyncio.create_subprocess_exec(*map(str, kvway(*words, "--save", str(file))), stdout=-3)
+
+        async def has_answered() -> bool:
+            served = (await client.get("/metrics")).text
+            return re.search(r'finished_reason="length"\S* [1-9]', served) is not None
+
+        await until(has_answered, within_s=30)
+        process.send_signal(end)
+        assert await asyncio.wait_for(process.wait(), 50) == 0
+    found = json.loads(file.read_text())
+    assert found["answered"] > 0 == found["failed"]
 
 
 @pytest.mark.slow
