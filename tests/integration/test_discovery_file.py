@@ -100,6 +100,21 @@ async def test_content_that_is_not_valid_keeps_the_old_set_and_is_told(
     assert source.problem == ""
 
 
+async def test_a_file_that_does_not_change_is_looked_at_and_may_come_back(
+    path: Path, registry: Registry, discovery: Discovery
+) -> None:
+    await until(lambda: "a" in registry.workers)
+    worker = registry.workers["a"]
+    (source,) = discovery.reporters
+    first = source.succeeded_at
+    await until(lambda: source.succeeded_at > first)
+    aside = path.rename(path.with_suffix(".aside"))
+    await until(lambda: "No such file" in source.problem)
+    aside.rename(path)
+    await until(lambda: not source.problem)
+    assert registry.workers["a"] is worker
+
+
 async def test_a_swapped_symbolic_link_is_seen_though_the_file_behind_is_as_old_and_as_long(tmp_path: Path) -> None:
     """This is how the kubelet updates a mounted ConfigMap."""
     for folder, name in (("..1", "a"), ("..2", "b")):

@@ -29,13 +29,14 @@ class FileSource:
     async def run(self, report: Reporter) -> None:
         """See ``Source``."""
         seen: _Stamp | None = None
+        found: list[Found] = []
         while True:
             try:
                 stamp = await asyncio.to_thread(_stamp, self._path)
                 if stamp != seen:
                     workers = await asyncio.to_thread(read_workers, self._path)
-                    report.found([Found(worker) for worker in workers.workers])
-                    seen = stamp
+                    found, seen = [Found(worker) for worker in workers.workers], stamp
+                report.found(found)  # also unchanged: the file is there, and has been looked at
             except ConfigError as error:
                 report.failed(str(error))
             except OSError as error:
