@@ -77,7 +77,7 @@ async def test_explain_explains_the_policy_that_decides(admin: httpx.AsyncClient
 
 
 MISTAKES: list[tuple[Any, int, str]] = [
-    ({"name": "stiky"}, 400, "unknown policy 'stiky'. Did you mean 'sticky'? Known policies: cache-threshold"),
+    ({"name": "stiky"}, 400, "unknown policy 'stiky'. Did you mean 'sticky'? Known policies: burst-colocation"),
     ({"name": "sticky", "params": {"gap": 1}}, 400, "Parameters it accepts: hit_threshold, max_gap_s"),
     ({"name": "sticky", "params": {"max_gap_s": -1}}, 400, "max_gap_s"),
     ({"params": {}}, 400, "name: is required"),
