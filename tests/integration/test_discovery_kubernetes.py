@@ -309,6 +309,17 @@ async def test_the_fleet_stays_while_the_server_is_away_or_slow(server: ApiServe
         assert source.problem == ""
 
 
+async def test_an_answer_that_is_no_list_takes_no_worker_away(server: ApiServer, registry: Registry) -> None:
+    server.put(pod("a"))
+    async with following(server, registry, relist_s=SOON_S) as source:
+        await until(have(registry, "a"))
+        server.refusal = 200, {}, "please log in"
+        await until(lambda: "no list of pods" in source.problem)
+        assert names(registry) == {"a"}
+        server.refusal = None
+        await until(lambda: source.problem == "")
+
+
 @pytest.mark.parametrize(
     ("status", "advice"),
     [

@@ -118,6 +118,8 @@ class KubeApi:
         while True:
             async with self._get(f"/api/v1/namespaces/{namespace}/{resource}", query, resource, _CALL_S) as response:
                 page = _read(await _body(response, _MAX_PAGE_BYTES), _List[kind])  # type: ignore[valid-type]
+            if not page.metadata.resource_version:  # of a proxy in between: as a list, it would empty the fleet
+                raise KubeError(f"{self._url} answers something that is no list of {resource}")
             objects += page.items or []
             if not page.metadata.continue_:
                 return objects, page.metadata.resource_version
