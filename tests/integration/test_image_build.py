@@ -95,6 +95,12 @@ def test_the_product_imports_from_where_it_cannot_write(image: Image) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_chats_of_gpt_oss_are_rendered_in_it(image: Image) -> None:
+    program = "from gateway.prompt.harmony import HarmonyRenderer; HarmonyRenderer([])"
+    result = image.run(image.at("/opt/kvway/bin/python"), "-c", program)
+    assert result.returncode == 0, result.stderr
+
+
 def test_what_the_chart_calls_besides_is_there(image: Image) -> None:
     for command in (("hf", "download", "--help"), ("kvway", "worker", "--help"), ("locust", "--version")):
         result = image.run(image.at("/opt/kvway/bin") / command[0], *command[1:])
