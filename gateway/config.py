@@ -302,7 +302,9 @@ class RecorderConfig(Section):
     queue: int = Field(10_000, ge=1, description="requests that wait to be written; more are dropped and counted")
     flush_s: float = Field(1.0, gt=0, description="time between writes")
     salt: str = Field(
-        "", description="secret of the hashes, the same where recordings are read together; empty: a random one"
+        "",
+        repr=False,
+        description="secret of the hashes, the same where recordings are read together; empty: a random one",
     )
 
 

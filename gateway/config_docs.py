@@ -44,7 +44,8 @@ Every key has a default except those marked *required*; a key without a value ke
 
 **Environment.** `KVWAY_SECTION__KEY` overrides the file: `KVWAY_SERVER__PORT=9000`, `KVWAY_POLICY__NAME=round-robin`.
 Values are YAML, so a list is set whole: `KVWAY_WORKERS='[{url: "http://10.0.0.1:8000"}]'`. Variables are read as
-lower-case keys: a model whose name has capitals is set in the file.
+lower-case keys: a model whose name has capitals is set in the file. Passwords and the recorder's salt are taken as they
+are, digits and signs included.
 
 This page is generated: `python -m gateway.config > docs/configuration.md`.
 """

@@ -5,7 +5,7 @@ Knows YAML, environment variables and pydantic's errors, but no section by name:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
@@ -57,6 +57,8 @@ def overlay_environment(
 ) -> Origins:
     """Write ``KVWAY_SECTION__KEY=value`` into ``raw``; values are YAML, so numbers, booleans and lists work.
 
+    Secrets are taken as they are: a password may consist of digits, or of what is a sign in YAML.
+
     Variables without ``__`` that name no section (``KVWAY_CONFIG``) belong to tools and are left alone.
 
     Args:
@@ -80,7 +82,7 @@ def overlay_environment(
                 )
             continue
         try:
-            value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader that refuses more
+            value = text if _is_secret(path, root) else yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader that refuses more
             _section(raw, parents)[key] = value
         except yaml.YAMLError as error:
             mistakes.append(f"{variable}: is not a valid value: {_yaml_problem(error)}")
@@ -100,7 +102,8 @@ def describe_mistakes(error: ValidationError, root: type[BaseModel], source: str
         if item["type"] == "extra_forbidden":
             message = f"unknown key {where!r}; {_right_key(loc, root)}"
         else:
-            message = _plain(item["type"], item["msg"], item["input"])
+            given = "what is given" if loc and _is_secret(loc, root) else _described(item["input"])
+            message = _plain(item["type"], item["msg"], given)
             if loc:
                 message = f"{where}: {message}"
         lines.append(f"{_origin(loc, origins) or source}: {message}")
@@ -128,7 +131,7 @@ def _section(raw: dict[str, Any], parents: list[str]) -> dict[str, Any]:
     return section
 
 
-def _plain(kind: str, message: str, value: object) -> str:
+def _plain(kind: str, message: str, given: str) -> str:
     """Say a pydantic message in the words of someone who writes YAML."""
     if kind == "missing":
         return "is required"
@@ -138,8 +141,11 @@ def _plain(kind: str, message: str, value: object) -> str:
         message = "must be a mapping of keys"
     elif kind == "tuple_type":
         message = "must be a list"
-    got = "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else _shortened(repr(value))
-    return f"{message.replace('Input should', 'must').replace('String should', 'must')}, not {got}"
+    return f"{message.replace('Input should', 'must').replace('String should', 'must')}, not {given}"
+
+
+def _described(value: object) -> str:
+    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else _shortened(repr(value))
 
 
 def _right_key(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:
@@ -165,6 +171,12 @@ def _model_at(loc: tuple[int | str, ...], root: type[BaseModel]) -> type[BaseMod
         if field is not None and (nested := models_in(field.annotation)):
             model = nested[0]
     return model
+
+
+def _is_secret(loc: Sequence[int | str], root: type[BaseModel]) -> bool:
+    """Whether ``loc`` is a key whose value is not to be shown."""
+    field = _model_at(tuple(loc[:-1]), root).model_fields.get(str(loc[-1]))
+    return field is not None and not field.repr
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

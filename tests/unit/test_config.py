@@ -274,6 +274,17 @@ def test_the_environment_sets_lists_and_parameters_as_yaml(load):
     assert config.policy.name == "round-robin"
 
 
+@pytest.mark.parametrize("secret", ["0123456", "yes", "it's: {", "a #b", "@x", "'q"])
+def test_the_environment_sets_secrets_as_they_are(load, secret):
+    config = load(KVWAY_INDEX__PASSWORD=secret, KVWAY_INDEX__SENTINEL_PASSWORD=secret, KVWAY_RECORDER__SALT=secret)
+    assert (config.index.password, config.index.sentinel_password, config.recorder.salt) == (secret,) * 3
+
+
+def test_a_mistake_in_a_secret_does_not_show_it(mistakes):
+    (line,) = mistakes("index: {password: 31415926}")
+    assert "index.password: must be a valid string" in line and "31415926" not in line
+
+
 def test_the_environment_reaches_into_an_empty_section(load):
     assert load("server:\n", KVWAY_SERVER__PORT="2").server.port == 2
 
