@@ -7,7 +7,6 @@ Precedence: environment (``KVWAY_SERVER__PORT=9000``) over file over default.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,7 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from gateway.config_sections import OnDisk, Port, Seconds, Section
-from gateway.config_source import describe_mistakes, overlay_environment, read_yaml
+from gateway.config_source import describe_mistakes, overlay_environment, read_yaml, without_password
 from gateway.config_workers import CacheControlConfig as CacheControlConfig
 from gateway.config_workers import DisaggregationConfig, DiscoveryConfig, Workers
 from gateway.config_workers import KvEventsConfig as KvEventsConfig
@@ -351,7 +350,7 @@ class Config(Section):
     def masked(self) -> dict[str, Any]:
         """Return the configuration as JSON data, with its secrets masked."""
         data = self.model_dump(mode="json")
-        data["index"]["url"] = re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", data["index"]["url"])
+        data["index"]["url"] = without_password(data["index"]["url"])
         for secret in ("password", "sentinel_password"):
             data["index"][secret] = data["index"][secret] and "***"
         data["recorder"]["salt"] = data["recorder"]["salt"] and "***"

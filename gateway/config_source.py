@@ -5,6 +5,7 @@ Knows YAML, environment variables and pydantic's errors, but no section by name:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -145,7 +146,14 @@ def _plain(kind: str, message: str, given: str) -> str:
 
 
 def _described(value: object) -> str:
-    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else _shortened(repr(value))
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return _shortened(without_password(repr(value)))
+
+
+def without_password(text: str) -> str:
+    """Return a text with the passwords of URLs in it masked."""
+    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", text)
 
 
 def _right_key(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:

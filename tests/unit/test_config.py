@@ -283,6 +283,8 @@ def test_the_environment_sets_secrets_as_they_are(load, secret):
 def test_a_mistake_in_a_secret_does_not_show_it(mistakes):
     (line,) = mistakes("index: {password: 31415926}")
     assert "index.password: must be a valid string" in line and "31415926" not in line
+    (line,) = mistakes("index: {url: 'redi://me:secret@host'}")
+    assert "redi://me:***@host" in line
 
 
 def test_the_environment_reaches_into_an_empty_section(load):
