@@ -275,6 +275,7 @@ async def test_a_slow_consumer_loses_nothing(start):
     assert witness.marks == []
 
 
+@pytest.mark.slow
 async def test_a_replay_longer_than_the_engines_queue_is_asked_for_in_parts(start):
     publisher = start(replay_hwm=50)
     payloads = [b"%d " % number * 5000 for number in range(400)]

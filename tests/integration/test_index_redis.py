@@ -237,7 +237,6 @@ async def _has_number(index: RedisIndex, slot: int, number: int) -> bool:
     return index.number(slot) == number
 
 
-
 async def test_prompts_that_a_slot_of_ours_is_answering_are_known(replica: Replica) -> None:
     index = replica()
     slot = await index.acquire_slot("a")

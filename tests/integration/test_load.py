@@ -147,6 +147,7 @@ async def test_a_stream_is_timed_as_its_parts_arrive_and_what_is_wrong_with_one_
     assert "secret" not in out + err
 
 
+@pytest.mark.slow
 async def test_a_scenario_runs_against_a_worker_and_is_reported(tmp_path: Path) -> None:
     html, figures, lines = tmp_path / "r.html", tmp_path / "r.json", tmp_path / "r.csv"
     async with worker_and_client() as (worker, _):
@@ -226,6 +227,7 @@ async def test_locust_divides_a_scenario_between_its_processes(tmp_path: Path) -
     assert 'finished_reason="length",model_name="tiny"} 16.0' in served
 
 
+@pytest.mark.slow
 async def test_locust_ends_where_there_is_no_such_scenario() -> None:
     locust = (sys.executable, "-m", "locust", "-f", ROOT / "sim" / "load" / "locustfile.py", "--headless")
     code, _, err = await run(*locust, "--host", "http://127.0.0.1:1", "--scenario", "chta")

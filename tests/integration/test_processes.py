@@ -58,6 +58,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@pytest.mark.slow
 async def test_processes_share_a_port_survive_a_kill_and_end_together(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:

@@ -74,6 +74,7 @@ def check(folder: Path, repository: str, **environment: str) -> subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, env=home | environment, timeout=50)
 
 
+@pytest.mark.slow
 def test_files_come_from_the_hub_and_then_from_the_cache(hub: str, tmp_path: Path) -> None:
     fetched = check(tmp_path, "acme/tiny", HF_ENDPOINT=hub)
     assert fetched.returncode == 0, fetched.stdout + fetched.stderr

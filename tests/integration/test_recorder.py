@@ -81,6 +81,7 @@ async def test_recording_is_seen_and_switched_on_the_admin_port(tmp_path: Path) 
         assert "recording" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_without_a_directory_nothing_is_recorded_and_cannot_be() -> None:
     async with fleet(1) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.admin_port}") as admin:
         assert (await admin.get("/admin/recorder")).json()["recording"] is False

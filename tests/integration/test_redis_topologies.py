@@ -228,6 +228,7 @@ async def tls_in_front_of(valkey: Valkey, context: ssl.SSLContext) -> AsyncItera
         server.close()
 
 
+@pytest.mark.slow
 async def test_a_cluster_of_which_no_node_answers_is_found_as_soon_as_one_does() -> None:
     node = Valkey(**{"cluster-enabled": "yes", "cluster-port": free_port()})
     async with two_indexes(f"redis+cluster://127.0.0.1:{node.port}") as (one, other):

@@ -132,6 +132,7 @@ async def test_a_hot_prefix_gets_a_home_in_another_failure_domain(client: httpx.
         assert cached > 100
 
 
+@pytest.mark.slow
 async def test_without_domains_every_worker_is_one_and_two_of_them_are_enough(client: httpx.AsyncClient) -> None:
     async with sim_workers(3) as workers, serving(workers, "...") as gateway:
         await use(client, gateway)
@@ -143,6 +144,7 @@ async def test_without_domains_every_worker_is_one_and_two_of_them_are_enough(cl
         assert by_domains(gateway)["2"] == 1
 
 
+@pytest.mark.slow
 async def test_in_one_failure_domain_there_is_no_second_home(client: httpx.AsyncClient) -> None:
     async with sim_workers(2) as workers, serving(workers, "aa") as gateway:
         await use(client, gateway)
@@ -253,6 +255,7 @@ async def test_warm_ups_are_in_no_metric_of_requests_and_in_no_recording(
     assert sum("input" in line for line in lines) == USES
 
 
+@pytest.mark.slow
 async def test_a_warm_up_that_fails_is_no_retry_and_the_next_look_tries_again(client: httpx.AsyncClient) -> None:
     async with sim_workers(2) as workers, serving(workers, "ab") as gateway:
         first = await use(client, gateway)
@@ -289,6 +292,7 @@ def warm_ups_of_all(gateways: Sequence[Gateway]) -> float:
     return sum(sum(warm_ups(gateway).values()) for gateway in gateways)
 
 
+@pytest.mark.slow
 async def test_of_two_replicas_one_warms_a_prefix(valkey: Valkey, client: httpx.AsyncClient) -> None:
     async with sim_workers(3) as workers, replicas(workers, valkey, **SHARED) as gateways:
         for _ in range(2):
@@ -298,6 +302,7 @@ async def test_of_two_replicas_one_warms_a_prefix(valkey: Valkey, client: httpx.
             assert warm_ups_of_all(gateways) == 1
 
 
+@pytest.mark.slow
 async def test_what_the_first_replica_does_not_see_the_second_warms_one_look_later(
     valkey: Valkey, client: httpx.AsyncClient
 ) -> None:

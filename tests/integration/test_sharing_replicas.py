@@ -100,6 +100,7 @@ async def test_a_burst_through_two_replicas_spreads_as_through_one(valkey: Valke
     assert min(through_two) >= min(through_one) - 2
 
 
+@pytest.mark.slow
 async def test_workers_of_a_replica_that_leaves_go_to_the_other(valkey: Valkey, client: httpx.AsyncClient) -> None:
     async with sim_workers(4) as workers, replicas(workers, valkey) as (one, other):
         answers = [await ask(client, one, f"{number}: {PROMPT}") for number in range(4)]
@@ -127,6 +128,7 @@ async def test_workers_without_events_have_one_slot_and_one_model_for_all(
             await all_predict(gateways, prompt, answer.headers["x-kvway-worker"], held)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_one_replica_does_not_know_is_followed_by_one_that_does(valkey: Valkey) -> None:
     async with sim_workers(1) as workers:
         names = 16 * workers  # the replica without workers is certain to be the first choice for some of them
@@ -148,6 +150,7 @@ async def test_a_restarted_worker_has_a_new_slot_with_both(valkey: Valkey) -> No
         await until(lambda: slots(gateways[0]) == slots(gateways[1]) and slots(gateways[0])[0] != before[0])
 
 
+@pytest.mark.slow
 async def test_without_redis_each_serves_alone_and_they_find_together_again(
     valkey: Valkey, client: httpx.AsyncClient
 ) -> None:
@@ -177,6 +180,7 @@ async def test_without_redis_each_serves_alone_and_they_find_together_again(
         await all_predict(gateways, PROMPT, answer.headers["x-kvway-worker"], held)
 
 
+@pytest.mark.slow
 async def test_a_flushed_server_changes_nothing_for_long(valkey: Valkey, client: httpx.AsyncClient) -> None:
     async with sim_workers(3) as workers, replicas(workers, valkey) as gateways:
         answer = await ask(client, gateways[0], PROMPT)
@@ -202,6 +206,7 @@ async def test_a_frozen_server_is_one_that_is_away(valkey: Valkey, client: httpx
         await until(lambda: all(len(by) == 1 for by in owners(gateways).values()))
 
 
+@pytest.mark.slow
 async def test_a_replica_that_starts_without_redis_serves_alone(valkey: Valkey, client: httpx.AsyncClient) -> None:
     valkey.kill()
     async with sim_workers(2) as workers, replicas(workers, valkey, n=1) as (gateway,):

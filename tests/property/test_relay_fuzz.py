@@ -219,10 +219,9 @@ async def survive(seed: int, count: int, caplog: pytest.LogCaptureFixture) -> No
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_damaged_requests_do_no_harm(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_requests_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(survive(seed, 500, caplog))
+        runner.run(survive(0, 800, caplog))
 
 
 @pytest.mark.slow

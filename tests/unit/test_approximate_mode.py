@@ -79,6 +79,7 @@ def test_recorded_agents_find_as_much_cached_as_with_events() -> None:
     assert_close([hit_rates(trace, 4, 800_000)])
 
 
+@pytest.mark.slow
 def test_recorded_conversations_find_as_much_cached_as_with_events_over_small_caches_and_large_ones() -> None:
     assert_close([hit_rates(conversations(1000, capacity), 4, capacity) for capacity in CAPACITIES])
 

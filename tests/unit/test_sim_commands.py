@@ -66,6 +66,7 @@ def test_a_comparison_has_a_row_per_cell_and_policy() -> None:
     assert slow["ttft_mean_s"] > fast["ttft_mean_s"]
 
 
+@pytest.mark.slow
 def test_processes_side_by_side_find_what_one_finds() -> None:
     words = ("sim", "compare", SMALL, "--policies", "round-robin,random", "--workers", 2, "--seeds", 2)
     assert answer(*words, "--processes", 1) == answer(*words, "--processes", 2)
