@@ -111,7 +111,7 @@ class ReplicationConfig(Section):
     max_queue_s: Seconds = Field(
         0.25, description="no warm-ups while workers have more prefill waiting, on average, in seconds"
     )
-    max_bytes: int = Field(64 * 2**20, ge=2**16, description="memory for the prompts that warm-ups are made of")
+    max_bytes: int = Field(16 * 2**20, ge=2**16, description="memory for the prompts that warm-ups are made of")
 
 
 class CacheControlConfig(Section):
