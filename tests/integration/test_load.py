@@ -106,6 +106,7 @@ def rows(file: Path) -> list[dict[str, float | None]]:
         return [{key: float(cell) if cell else None for key, cell in row.items()} for row in csv.DictReader(lines)]
 
 
+@pytest.mark.slow
 async def test_a_stream_is_timed_as_its_parts_arrive_and_what_is_wrong_with_one_is_said(tmp_path: Path) -> None:
     role = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     done = event("[DONE]")

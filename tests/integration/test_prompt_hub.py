@@ -85,6 +85,7 @@ def test_files_come_from_the_hub_and_then_from_the_cache(hub: str, tmp_path: Pat
         assert cached.returncode == 0, cached.stdout + cached.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offline", [False, True])
 def test_what_is_nowhere_is_named_and_what_to_do(offline: bool, tmp_path: Path) -> None:
     environment = {"HF_HUB_OFFLINE": "1"} if offline else {"HF_ENDPOINT": "http://127.0.0.1:9"}

@@ -183,6 +183,7 @@ def test_the_first_differing_token_is_found(ours, theirs, difference):
     assert first_difference(pack(ours), pack(theirs)) == difference
 
 
+@pytest.mark.slow
 async def test_operators_see_checks_and_models_left_to_the_engine(tmp_path):
     models = {"tiny": {"tokenizer": str(TINY), "chat_template": str(wrong_template(tmp_path))}}
     async with fleet(1, models=models) as gateway, httpx.AsyncClient() as client:

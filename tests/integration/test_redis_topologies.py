@@ -181,6 +181,7 @@ async def test_a_node_of_a_cluster_that_dies_is_replaced_and_the_index_filled_ag
             await all_seen(other, slot, 10, range(21))
 
 
+@pytest.mark.slow
 async def test_hash_slots_that_move_to_another_node_are_found_there(cluster: list[Valkey]) -> None:
     chains = range(100)
     async with two_indexes(cluster_url(cluster)) as (one, other):
@@ -386,6 +387,7 @@ async def test_a_user_may_do_what_the_documentation_says_and_its_password_may_ch
     assert "-secret" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_while_a_hash_slot_moves_its_chains_may_be_unknown_and_all_others_are_known(
     cluster: list[Valkey],
 ) -> None:

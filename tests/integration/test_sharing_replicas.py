@@ -48,6 +48,7 @@ def in_flight(gateway: Gateway) -> int:
     return int(gateway.registry.candidates("tiny").fleet.running.sum())
 
 
+@pytest.mark.slow
 async def test_each_worker_is_followed_by_one_replica_and_its_slot_known_to_both(
     valkey: Valkey, client: httpx.AsyncClient
 ) -> None:

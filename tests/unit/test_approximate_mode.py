@@ -74,6 +74,7 @@ def assert_close(pairs: Iterable[tuple[float, float]]) -> None:
     assert without >= (1 - SHORTFALL) * with_events
 
 
+@pytest.mark.slow
 def test_recorded_agents_find_as_much_cached_as_with_events() -> None:
     trace = recorded("claude_code_sessions.jsonl.gz", 400, 800_000)
     assert_close([hit_rates(trace, 4, 800_000)])

@@ -91,6 +91,7 @@ def test_means_and_standard_errors_are_over_seeds() -> None:
     assert row["errors"]["ttft_mean_s"] == pytest.approx(deviation / 3**0.5)
 
 
+@pytest.mark.slow
 def test_a_report_is_one_page_that_refers_to_nothing_outside(tmp_path: Path) -> None:
     page, figures, trace = tmp_path / "report.html", tmp_path / "figures.json", tmp_path / "<b>&.jsonl"
     line = '{"timestamp":%d,"input_length":600,"output_length":2,"hash_ids":[1,2]}\n'
