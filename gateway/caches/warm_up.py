@@ -15,7 +15,7 @@ from gateway.relay.prefill import PrefillLeg
 from gateway.relay.route import Plan, count_on
 from gateway.relay.services import Services
 from gateway.replication.seen import SeenPrompt
-from gateway.replication.warmup import WarmUp, make_warm_up
+from gateway.replication.warmup import WarmUp, answers_alone, make_warm_up
 from policies.base import RoutingRequest
 from policies.chunks import ChunkHasher
 
@@ -113,7 +113,7 @@ class WarmUps:
     def _prepare(self, worker: Worker, seen: SeenPrompt, root: bytes) -> WarmUp:
         if worker.state is not State.READY:
             raise NoWorker(f"{worker.name} is {worker.state} and takes no requests.", retry_after_s=1)
-        if worker.config.role != "mixed" and worker.config.pd == "sglang":
+        if not answers_alone(worker):
             raise NotPossible(f"{worker.name} answers no request without a partner of the other role.")
         chunks = seen.prompt.chunks
         warm_up = make_warm_up(seen, len(chunks), self._hasher, root) if chunks else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.fleet.registry import Worker
 from gateway.prompt.tokenizer import unpack
 from gateway.relay.head import RequestHead, new_request_id
 from gateway.relay.legs import prefill_only, read_fields, sequences, write_fields
@@ -39,6 +40,11 @@ class WarmUp(msgspec.Struct):
             content_length=len(self.body),
             request_id=new_request_id(),
         )
+
+
+def answers_alone(worker: Worker) -> bool:
+    """Return whether a worker can be warmed: SGLang's of one role answer nothing without a partner of the other."""
+    return worker.config.role == "mixed" or worker.config.pd != "sglang"
 
 
 def make_warm_up(seen: SeenPrompt, n_chunks: int, hasher: ChunkHasher, root: bytes) -> WarmUp | None:
