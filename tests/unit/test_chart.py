@@ -339,6 +339,18 @@ def test_the_load_test_reaches_the_gateway_whoever_else_may_not():
     assert public["from"][1:] == [some] and admin["ports"] == [{"port": 8001}] and last == more
 
 
+def test_the_load_test_sends_a_key_and_trusts_an_authority_that_secrets_hold():
+    load_test = {"enabled": True, "apiKeySecret": {"name": "client"}, "caSecret": "authority"}
+    pod = find(render(SIMULATED, {"loadTest": load_test}), "Job", "kvway-load-1")["spec"]["template"]["spec"]
+    (load,) = pod["containers"]
+    key, authority = load["env"]
+    assert key["valueFrom"] == {"secretKeyRef": {"name": "client", "key": "api-key"}}
+    (mounted,) = [mount for mount in load["volumeMounts"] if authority["value"].startswith(mount["mountPath"])]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mounted["name"]]
+    assert key["name"] == "OPENAI_API_KEY" and authority["name"] == "SSL_CERT_FILE"
+    assert volume["secret"]["secretName"] == "authority"
+
+
 def test_notes_warn_of_replicas_that_know_nothing_of_each_other():
     assert "WARNING" in chart.notes(WORKER, {"redis": {"mode": "none"}})
     assert "WARNING" not in chart.notes(WORKER) and "simulated" in chart.notes(SIMULATED)
