@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 ANSWER: Final = "answer"  # key of the ``Answer`` in the context of locust's request event
+_ERROR_CHARS: Final = 200
 
 
 @dataclass(slots=True)
@@ -78,7 +79,27 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+class _Error(msgspec.Struct):
+    message: str
+    code: str | int | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
 _chunks = msgspec.json.Decoder(_Chunk)
+_refusals = msgspec.json.Decoder(_Refusal)
+
+
+def error_message(body: bytes) -> str:
+    """Return what an answer that is an error says: message and code of the OpenAI API, else how it begins."""
+    try:
+        error = _refusals.decode(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body.decode("utf-8", "replace")[:_ERROR_CHARS]
+    code = "" if error.code is None else f" ({error.code})"
+    return error.message[:_ERROR_CHARS] + code
 
 
 def read_answer(readline: Callable[[], bytes], answer: Answer, now: Callable[[], float]) -> None:

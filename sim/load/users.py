@@ -16,7 +16,7 @@ import functools
 import ssl
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import msgspec
 from geventhttpclient.response import HTTPParseError
@@ -25,9 +25,7 @@ from locust.contrib.fasthttp import ResponseContextManager
 from locust.exception import StopUser
 
 from sim.load.schedule import Schedule
-from sim.load.stream import ANSWER, Answer, read_answer
-
-_ERROR_CHARS: Final = 200
+from sim.load.stream import ANSWER, Answer, error_message, read_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,7 @@ def _read(response: ResponseContextManager, answer: Answer) -> str:
     if not response.status_code:
         return f"no answer: {getattr(response, 'error', None) or 'the connection failed'}"
     if response.status_code != 200:
-        return f"status {response.status_code}: {(response.text or '')[:_ERROR_CHARS]}"
+        return f"status {response.status_code}: {error_message(response.content or b'')}"
     try:
         # `iter_lines` and `iter_content` of locust wait until a kilobyte is there; lines of the stream itself do not.
         read_answer(functools.partial(response.stream.readline, b"\n"), answer, perf_counter)
