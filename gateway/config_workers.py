@@ -149,6 +149,11 @@ class WorkerSettings(Section):
     """What may be the same for many engine instances."""
 
     models: tuple[str, ...] = Field((), description="model names; empty: ask the worker's /v1/models")
+    api_key_file: OnDisk | None = Field(
+        None,
+        description="file with the API key that the engine asks for (`--api-key`), read at every request of kvway's "
+        "own: probes, tokenization, warm-ups, resets; requests of clients keep the key that they came with",
+    )
     domain: str = Field("", description="failure domain, for instance the zone")
     topology: str = Field(
         "",

@@ -14,6 +14,7 @@ import mmh3
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -32,6 +33,8 @@ from sim.settings import WorkerSettings
 from sim.tokens import Tokenizer
 
 _FAULT_PATH: Final = "/sim/fault"
+_WITHOUT_KEY: Final = ("/health", "/metrics", "/load", "/version", "/query", "/sim/")
+"""What vLLM answers to everybody, Mooncake's bootstrap server, and what concerns simulated workers only."""
 _EMBEDDING_SIZE: Final = 8
 
 
@@ -48,7 +51,7 @@ class Endpoints:
     hand_overs: HandOvers
     begin_fault: Callable[[Fault], None]
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """Return the application."""
         routes = [
             Route("/v1/chat/completions", self.inference.chat, methods=["POST"]),
@@ -67,7 +70,8 @@ class Endpoints:
             Route(_FAULT_PATH, self._fault, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, ClientDisconnect: _client_gone}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        return KeyGate(app, self.settings.api_key) if self.settings.api_key else app
 
     async def _embeddings(self, request: HttpRequest) -> Response:
         raw = await request.body()
@@ -159,6 +163,26 @@ class Endpoints:
 
     async def _begin(self, fault: Fault) -> None:
         self.begin_fault(fault)
+
+
+class KeyGate:
+    """Stands before the application of a worker that demands an API key, and refuses those who do not bring it.
+
+    Args:
+        app: what is behind it.
+        key: the key.
+    """
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._authorization = f"Bearer {key}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["path"].startswith(_WITHOUT_KEY) or Headers(scope=scope).get("authorization") == self._authorization:
+            await self._app(scope, receive, send)
+        else:
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
 
 
 class FaultGate:

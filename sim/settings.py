@@ -31,6 +31,7 @@ class WorkerSettings:
         tokenizer: folder with ``tokenizer.json`` and chat template; None: four bytes of text make a token.
         host: address it listens on.
         port: its HTTP port, 0 for any.
+        api_key: what requests must bring as bearer token, except for health, metrics and the like; empty: nothing.
         profile: how fast it is, ``model/gpu/tensor-parallel`` of ``sim.profiles``.
         speed: how many times faster than that its clock runs.
         block_size: tokens per KV block.
@@ -68,6 +69,7 @@ class WorkerSettings:
     tokenizer: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    api_key: str = ""
     profile: str = "llama-3.1-70b/h100/4"
     speed: float = 1.0
     block_size: int = 16

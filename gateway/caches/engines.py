@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from gateway.errors import NotPossible, Saturated, UpstreamError, UpstreamTimeout
+from gateway.fleet.credentials import credentials
 from gateway.fleet.polling import FetchFailed, fetch
 from gateway.fleet.registry import Worker
 
@@ -70,7 +71,7 @@ async def hit_rates(client: httpx.AsyncClient, worker: Worker) -> dict[str, floa
 async def _post(client: httpx.AsyncClient, worker: Worker, path: str) -> tuple[int, bytes]:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            answer = await client.post(worker.config.url + path)
+            answer = await client.post(worker.config.url + path, headers=credentials(worker.config))
         return answer.status_code, answer.content
     except TimeoutError:
         raise UpstreamTimeout(f"{worker.name} does not answer POST {path} within {_TIMEOUT_S:g} s.") from None

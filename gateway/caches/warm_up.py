@@ -129,7 +129,7 @@ class WarmUps:
         request = RoutingRequest(seen.model, warm_up.tokens, seen.prompt.chunks, chunk_tokens, output_tokens=1)
         plan = Plan(seen.model, True, request)
         route = count_on(self._services, plan, worker, hit_tokens, "prefetch", monotonic())
-        return PrefillLeg(self._services, warm_up.head, plan, route, warm_up.body, is_retried=False)
+        return PrefillLeg(self._services, warm_up.head_for(worker), plan, route, warm_up.body, is_retried=False)
 
     def _on_change(self, worker: Worker, joined: bool) -> None:
         if not joined:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from typing import Any, Final
 
 import httpx
@@ -18,6 +19,7 @@ from gateway.check.findings import Notebook
 from gateway.check.mending import Kind, block_size_flag, cached_tokens_flag, prefix_caching_flag
 from gateway.config import PromptConfig, WorkerConfig
 from gateway.events.sources import EventSource, parse_sglang_sources, parse_vllm_sources
+from gateway.fleet.credentials import credentials
 from gateway.fleet.metrics import parse_metrics
 from gateway.fleet.models import base_models
 
@@ -74,7 +76,7 @@ class Engine:
             raise Silent(f"{path} answers no JSON object: {error}") from None
 
     async def _ask(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **credentials(self.config)}
         url = self.config.url + path
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -138,6 +140,12 @@ async def _look_at_models(engine: Engine, notes: Notebook) -> bool:
     configured = engine.config.models
     try:
         answer = await engine.get("/v1/models")
+        if answer.status_code == HTTPStatus.UNAUTHORIZED:
+            key = engine.config.api_key_file
+            what = "no key is sent" if key is None else f"not the one in {key}"
+            mend = "set api_key_file of the worker to a file with the engine's --api-key"
+            notes.problem("api_key", f"the engine asks for an API key, {what}", mend)
+            return False
         cards = msgspec.json.decode(answer.content, type=dict[str, Any]).get("data")
         cards = [card for card in cards if isinstance(card.get("id"), str)] if isinstance(cards, list) else []
     except (Silent, msgspec.MsgspecError, UnicodeDecodeError, AttributeError) as error:

@@ -11,6 +11,8 @@ import httpx
 import msgspec
 from mmh3 import mmh3_x64_128_digest
 
+from gateway.config_workers import WorkerConfig
+from gateway.fleet.credentials import credentials
 from gateway.prompt.cache import ByteCache, Entry
 from gateway.prompt.tokenizer import pack
 from gateway.tasks import spawn
@@ -99,23 +101,23 @@ class EngineTokenizer:
         """Close connections."""
         await self._client.aclose()
 
-    async def tokenize(self, url: str, payload: dict[str, Any]) -> EnginePrompt:
+    async def tokenize(self, worker: WorkerConfig, payload: dict[str, Any]) -> EnginePrompt:
         """Return the prompt that a worker makes of a chat or a text.
 
         Args:
-            url: base URL of a worker that serves the model.
+            worker: one that serves the model.
             payload: body of a ``/tokenize`` request.
 
         Raises:
             EngineError: no answer, or none that can be used.
         """
-        return await self._ask(url, "/tokenize", msgspec.json.encode(payload))
+        return await self._ask(worker, "/tokenize", msgspec.json.encode(payload))
 
-    async def render(self, url: str, path: str, body: bytes) -> EnginePrompt:
+    async def render(self, worker: WorkerConfig, path: str, body: bytes) -> EnginePrompt:
         """Return the prompt that a worker makes of a request, without running it.
 
         Args:
-            url: base URL of a worker that serves the model.
+            worker: one that serves the model.
             path: of the request.
             body: of the request; vLLM renders it as it is, at ``<path>/render``.
 
@@ -123,17 +125,17 @@ class EngineTokenizer:
             NotRenderedError: the worker has no such endpoint.
             EngineError: no answer, or none that can be used.
         """
-        now = monotonic()
+        now, url = monotonic(), worker.url
         if self._not_rendering.get(url, 0.0) > now:
             raise NotRenderedError(f"{url} does not render requests")
         try:
-            return await self._ask(url, f"{path}/render", body)
+            return await self._ask(worker, f"{path}/render", body)
         except NotRenderedError:
             self._not_rendering = {known: until for known, until in self._not_rendering.items() if until > now}
             self._not_rendering[url] = now + _ASK_AGAIN_S
             raise
 
-    async def _ask(self, url: str, path: str, body: bytes) -> EnginePrompt:
+    async def _ask(self, worker: WorkerConfig, path: str, body: bytes) -> EnginePrompt:
         """Ask what was not asked yet; all who ask the same get the same answer."""
         key = mmh3_x64_128_digest(body) + path.encode()
         known = self._known.get(key)
@@ -141,18 +143,20 @@ class EngineTokenizer:
             return known
         task = self._asked.get(key)
         if task is None:
-            task = self._asked[key] = spawn(self._answer(url, path, body, key), "ask the engine for a prompt")
+            task = self._asked[key] = spawn(self._answer(worker, path, body, key), "ask the engine for a prompt")
             task.add_done_callback(lambda _: self._asked.pop(key, None))
         answer = await asyncio.shield(task)
         if isinstance(answer, EngineError):
             raise answer
         return answer
 
-    async def rendered(self, url: str, path: str, body: bytes, payload: Callable[[], dict[str, Any]]) -> bytes:
+    async def rendered(
+        self, worker: WorkerConfig, path: str, body: bytes, payload: Callable[[], dict[str, Any]]
+    ) -> bytes:
         """Return the packed ids that a worker makes of a request, without running it, and remember nothing.
 
         Args:
-            url: base URL of a worker that serves the model.
+            worker: one that serves the model.
             path: of the request.
             body: of the request; vLLM renders it as it is, at ``<path>/render``.
             payload: makes the body of a ``/tokenize`` request, for workers that do not render.
@@ -161,29 +165,30 @@ class EngineTokenizer:
             EngineError: no answer, or none that can be used.
         """
         try:
-            response = await self._post(f"{url}{path}/render", body, RENDER_TIMEOUT_S)
+            response = await self._post(worker, f"{path}/render", body, RENDER_TIMEOUT_S)
             if response.status_code not in _NOT_RENDERED:
                 return self._read(response).packed
             body = msgspec.json.encode(payload())
-            return self._read(await self._post(f"{url}/tokenize", body, RENDER_TIMEOUT_S)).packed
+            return self._read(await self._post(worker, "/tokenize", body, RENDER_TIMEOUT_S)).packed
         except (httpx.HTTPError, ValueError, OverflowError, IndexError) as error:
-            raise EngineError(f"{url}: {type(error).__name__}: {error}") from None
+            raise EngineError(f"{worker.url}: {type(error).__name__}: {error}") from None
 
-    async def _answer(self, url: str, path: str, body: bytes, key: bytes) -> EnginePrompt | EngineError:
+    async def _answer(self, worker: WorkerConfig, path: str, body: bytes, key: bytes) -> EnginePrompt | EngineError:
+        url = worker.url + path
         try:
-            response = await self._post(url + path, body, TIMEOUT_S)
+            response = await self._post(worker, path, body, TIMEOUT_S)
             if response.status_code in _NOT_RENDERED:
-                return NotRenderedError(f"{url}{path}: status {response.status_code}")
+                return NotRenderedError(f"{url}: status {response.status_code}")
             prompt = self._read(response)
         except (httpx.HTTPError, ValueError, OverflowError, IndexError) as error:
-            return EngineError(f"{url}{path}: {type(error).__name__}: {error}")
+            return EngineError(f"{url}: {type(error).__name__}: {error}")
         if not prompt.media:  # what lies behind a URL may change
             self._known.put(key, prompt)
         return prompt
 
-    async def _post(self, url: str, body: bytes, timeout_s: float) -> httpx.Response:
-        headers = {"content-type": "application/json"}
-        return await self._client.post(url, content=body, headers=headers, timeout=timeout_s)
+    async def _post(self, worker: WorkerConfig, path: str, body: bytes, timeout_s: float) -> httpx.Response:
+        headers = {"content-type": "application/json", **credentials(worker)}
+        return await self._client.post(worker.url + path, content=body, headers=headers, timeout=timeout_s)
 
     def _read(self, response: httpx.Response) -> EnginePrompt:
         response.raise_for_status()

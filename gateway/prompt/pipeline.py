@@ -25,10 +25,10 @@ from gateway.prompt.engine import (
     chunk_extras,
     without_tensors,
 )
-from gateway.prompt.growth import Conversation, Reading
+from gateway.prompt.growth import Conversation, Conversations, Reading
 from gateway.prompt.harmony import HarmonyRenderer
 from gateway.prompt.model import Model, load_models
-from gateway.prompt.parsing import KnownMessages, parse_request
+from gateway.prompt.parsing import parse_request
 from gateway.prompt.passing import with_token_ids
 from gateway.prompt.plan import Pieces
 from gateway.prompt.prompt import Prompt
@@ -79,9 +79,7 @@ class PromptPipeline:
         self._executor = ThreadPoolExecutor(2, "kvway-prompt")
         hasher = ChunkHasher(settings.chunk_tokens, settings.hash_seed)
         share = settings.segment_cache_bytes // 5
-        # hashes that a client can make collide must not decide what an engine answers
-        passing = any(model.pass_token_ids for model in config.models.values())
-        self._messages = None if passing else KnownMessages(share)
+        self._conversations = Conversations(share)
         self._chains = Chains(hasher, share)
         self._models = load_models(config.models.values(), 2 * share, self._executor)
         self._engine = EngineTokenizer(share)
@@ -100,7 +98,7 @@ class PromptPipeline:
 
     def parse(self, path: str, body: bytes) -> InferenceRequest:
         """Read a request body; see ``parse_request``."""
-        return parse_request(path, body, self._messages)
+        return parse_request(path, body, self._conversations)
 
     async def read(self, path: str, body: bytes) -> InferenceRequest:
         """As ``parse``; a long body is read in a thread."""
@@ -226,7 +224,7 @@ class PromptPipeline:
             raise Unreadable("media, which the engine would fetch")
         worker = random.choice(candidates.workers)
         try:
-            made = await self._engine.render(worker.config.url, request.path, without_tensors(request.body))
+            made = await self._engine.render(worker.config, request.path, without_tensors(request.body))
         except NotRenderedError as error:
             if has_media or not source.tokenizes_alike:
                 if candidates.model not in self._told_of:
@@ -286,7 +284,7 @@ class PromptPipeline:
     ) -> Prompt | None:
         worker = random.choice(candidates.workers)
         try:
-            made = await self._engine.tokenize(worker.config.url, payload)
+            made = await self._engine.tokenize(worker.config, payload)
         except EngineError as error:
             log.warning("%s; the request is routed by approximate chunks", error)
             return None

@@ -96,7 +96,7 @@ class SelfCheck:
     ) -> None:
         model, worker = candidates.model, random.choice(candidates.workers)
         try:
-            theirs = await self._engine.rendered(worker.config.url, path, body, payload)
+            theirs = await self._engine.rendered(worker.config, path, body, payload)
         except EngineError as error:
             self.results[model, UNANSWERED] += 1
             log.info("a prompt of model %s could not be checked: %s", model, error)

@@ -242,8 +242,9 @@ class Replicator:
             self._skipped["budget"] += 1
             return
         plan = Plan(seen.model, True, request)
-        route = count_on(self._services, plan, candidates.workers[row], hit_tokens, "warm-up", now)
-        leg = PrefillLeg(self._services, warm_up.head, plan, route, warm_up.body, is_retried=False)
+        worker = candidates.workers[row]
+        route = count_on(self._services, plan, worker, hit_tokens, "warm-up", now)
+        leg = PrefillLeg(self._services, warm_up.head_for(worker), plan, route, warm_up.body, is_retried=False)
         self._under_way[request.chunks[-1]] = _WarmUp(leg, tokens, route.flight.prefill_s)
         leg.task.add_done_callback(partial(self._ended, request.chunks[-1]))
 

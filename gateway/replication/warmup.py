@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.fleet.credentials import credentials
 from gateway.fleet.registry import Worker
 from gateway.prompt.tokenizer import unpack
 from gateway.relay.head import RequestHead, new_request_id
@@ -29,14 +30,14 @@ class WarmUp(msgspec.Struct):
     body: bytes
     tokens: int
 
-    @property
-    def head(self) -> RequestHead:
-        """Its head, with an id that no request has."""
+    def head_for(self, worker: Worker) -> RequestHead:
+        """Return its head, with an id that no request has and the API key of the worker."""
+        fields = {"content-type": "application/json", **credentials(worker.config)}
         return RequestHead(
             method=b"POST",
             target=self.path.encode(),
             path=self.path,
-            fields=b"content-type: application/json\r\n",
+            fields="".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode(),
             content_length=len(self.body),
             request_id=new_request_id(),
         )

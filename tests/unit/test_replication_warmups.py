@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from gateway.config_workers import WorkerConfig
+from gateway.fleet.registry import Worker
 from gateway.prompt.parsing import parse_request
 from gateway.prompt.prompt import Prompt
 from gateway.prompt.tokenizer import pack
@@ -16,6 +18,7 @@ HASHER = ChunkHasher(4)
 ROOT = HASHER.root("m", None, "salt")
 IDS = list(range(100, 110))
 PATH = "/v1/completions"
+WORKER = Worker.from_config(WorkerConfig(url="http://w:1"))
 
 
 def exact(ids: list[int] = IDS, root: bytes = ROOT) -> Prompt:
@@ -69,7 +72,7 @@ def test_a_warm_up_is_a_completion_of_the_prefix_for_one_token() -> None:
         "stream": False,
         "cache_salt": "salt",
     }
-    assert warm_up.head.for_worker(b"w:1", len(warm_up.body)).startswith(
+    assert warm_up.head_for(WORKER).for_worker(b"w:1", len(warm_up.body)).startswith(
         b"POST /v1/completions HTTP/1.1\r\nhost: w:1\r\n"
     )
 
