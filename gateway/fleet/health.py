@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.config import HealthConfig
-from gateway.fleet.polling import FetchFailed, Poller, control_client, fetch
+from gateway.fleet.polling import FetchFailed, Poller
 from gateway.fleet.registry import Registry, State, Worker
 
 log = logging.getLogger("kvway.fleet")
@@ -51,7 +51,6 @@ class Health:
         self._config = config
         self._clock = clock
         self._standings: dict[Worker, _Standing] = {worker: _Standing() for worker in registry.workers.values()}
-        self._client = control_client()
         registry.on_change(self._on_change)
         self._probes = Poller(registry, self._probe, "probe", config.interval_s)
         self.ejections: Counter[tuple[str, str]] = Counter()
@@ -63,7 +62,6 @@ class Health:
     async def close(self) -> None:
         """Stop probing."""
         await self._probes.close()
-        await self._client.aclose()
 
     def failed(self, worker: Worker, kind: str) -> None:
         """A request failed through a fault of the worker.
@@ -90,7 +88,7 @@ class Health:
 
     async def _probe(self, worker: Worker) -> bool:
         try:
-            status, _ = await fetch(self._client, worker, self._config.path, self._config.timeout_s)
+            status, _ = await self._probes.fetch(worker, self._config.path, self._config.timeout_s)
         except FetchFailed as failure:
             kind = "probe_timeout" if failure.timed_out else "probe_connect"
         else:

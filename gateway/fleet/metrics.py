@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Final
 
 from gateway.config import MetricsConfig
-from gateway.fleet.polling import FetchFailed, Poller, control_client, fetch
+from gateway.fleet.polling import FetchFailed, Poller
 from gateway.fleet.registry import Registry, Worker
 from policies.base import COLUMNS
 
@@ -21,15 +21,15 @@ _WAITING: Final = COLUMNS.index("engine_waiting")
 _USAGE: Final = COLUMNS.index("kv_usage")
 _CAPACITY: Final = COLUMNS.index("kv_capacity_tokens")
 
-_RUNNING_NAMES: Final = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
-_WAITING_NAMES: Final = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
-_USAGE_NAMES: Final = (b"vllm:kv_cache_usage_perc", b"sglang:token_usage")
-_PROMPT_NAMES: Final = (b"vllm:prompt_tokens_total", b"sglang:prompt_tokens_total")
-_CACHE_CONFIG_NAMES: Final = (b"vllm:cache_config_info", b"sglang:cache_config_info")
+# By the beginning of an engine's names: requests running, requests waiting, share of the KV cache in use.
+_GAUGES: Final = {
+    b"vllm:": (b"num_requests_running", b"num_requests_waiting", b"kv_cache_usage_perc"),
+    b"sglang:": (b"num_running_reqs", b"num_queue_reqs", b"token_usage"),
+}
 # What follows a name: {labels} or none, the value, perhaps a time. Label values may hold any character but a line end.
 _SAMPLE: Final = re.compile(rb"(?:\{(.*)\})? +(\S+)")
 _CACHE_LABEL: Final = re.compile(rb'(?:^|,)(block_size|num_gpu_blocks|page_size|num_pages)="(\d+)"')
-_RANK_LABEL: Final = re.compile(rb'[{,](?:engine|dp_rank)="(\d+)"')
+_RANK_LABEL: Final = re.compile(rb'(?:^|,)(?:engine|dp_rank)="(\d+)"')
 
 
 @dataclass(slots=True)
@@ -62,64 +62,81 @@ def parse_metrics(text: bytes, rank: int | None = None) -> EngineMetrics:
         text: the exposition.
         rank: leave out what other data-parallel ranks say.
     """
-    if rank is not None:
-        text = b"\n".join(line for line in text.split(b"\n") if _rank_of(line) in (None, rank))
-    text = b"\n" + text
-    block_size, capacity = _cache_config(text)
-    usage = _values(text, *_USAGE_NAMES)
-    page_size = _values(text, b"sglang:page_size")
-    start = _values(text, b"process_start_time_seconds")
+    page = _Page(b"\n" + text, rank)
+    engine = b"vllm:" if b"\nvllm:" in page.text else b"sglang:"
+    running, waiting, usage = [page.values(engine + name) for name in _GAUGES[engine]]
+    block_size, capacity = page.cache_config(engine + b"cache_config_info")
+    if engine == b"sglang:":
+        page_size = page.values(b"sglang:page_size")
+        block_size = block_size or (int(page_size[0]) if page_size else 0)
+        capacity = int(_total(page.values(b"sglang:max_total_num_tokens")) or capacity)
+    start = page.values(b"process_start_time_seconds")
     return EngineMetrics(
-        running=_total(_values(text, *_RUNNING_NAMES)),
-        waiting=_total(_values(text, *_WAITING_NAMES)),
+        running=_total(running),
+        waiting=_total(waiting),
         kv_usage=sum(usage) / len(usage) if usage else None,
-        kv_capacity_tokens=int(_total(_values(text, b"sglang:max_total_num_tokens")) or capacity) or None,
-        block_size=block_size or (int(page_size[0]) if page_size else None),
+        kv_capacity_tokens=capacity or None,
+        block_size=block_size or None,
         start_time_s=start[0] if start else None,
-        prompt_tokens=_total(_values(text, *_PROMPT_NAMES)),
+        prompt_tokens=_total(page.values(engine + b"prompt_tokens_total")),
     )
 
 
-def _cache_config(text: bytes) -> tuple[int, int]:
-    """Return block size and tokens in all blocks, 0 as long as the engine writes ``None``: it profiles its memory."""
-    block_size = tokens = 0
-    for labels, _ in _samples(text, *_CACHE_CONFIG_NAMES):
-        values = {name: int(value) for name, value in _CACHE_LABEL.findall(labels)}
-        block_size = values.get(b"block_size") or values.get(b"page_size") or block_size
-        tokens += block_size * (values.get(b"num_gpu_blocks") or values.get(b"num_pages") or 0)
-    return block_size, tokens
+class _Page:
+    """A text exposition after a line end, of which one data-parallel rank counts, or all do."""
 
+    __slots__ = ("_rank", "text")
 
-def _rank_of(line: bytes) -> int | None:
-    """Return the data-parallel rank that a sample is about; None if it is about none in particular."""
-    found = _RANK_LABEL.search(line)
-    return None if found is None else int(found[1])
+    def __init__(self, text: bytes, rank: int | None) -> None:
+        self.text = text
+        self._rank = rank
 
+    def values(self, name: bytes) -> list[float]:
+        """Return the finite values of all samples of a name."""
+        values = []
+        for _, value in self._samples(name):
+            try:
+                number = float(value)
+            except ValueError:
+                continue
+            if isfinite(number):
+                values.append(number)
+        return values
 
-def _values(text: bytes, *names: bytes) -> list[float]:
-    """Return the finite values of all samples of these names."""
-    values = []
-    for _, value in _samples(text, *names):
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        if isfinite(number):
-            values.append(number)
-    return values
+    def cache_config(self, name: bytes) -> tuple[int, int]:
+        """Return block size and tokens in all blocks, 0 while the engine writes ``None``: it profiles its memory."""
+        block_size = tokens = 0
+        for labels, _ in self._samples(name):
+            values = {label: int(value) for label, value in _CACHE_LABEL.findall(labels)}
+            block_size = values.get(b"block_size") or values.get(b"page_size") or block_size
+            tokens += block_size * (values.get(b"num_gpu_blocks") or values.get(b"num_pages") or 0)
+        return block_size, tokens
 
+    def _samples(self, name: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield labels and value of each sample.
 
-def _samples(text: bytes, *names: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield labels and value of each sample. Searching for a few names beats parsing a thousand lines 20 to 1."""
-    for name in names:
-        line = b"\n" + name
+        They stand together: the page is searched up to the first and read from there, a few names in a twentieth of
+        the time that parsing its thousand lines would take.
+        """
+        text, line = self.text, b"\n" + name
         at = text.find(line)
         while at >= 0:
-            at += len(line)
-            sample = _SAMPLE.match(text, at)  # None: a longer name that begins with this one
-            if sample is not None:
-                yield sample[1] or b"", sample[2]
-            at = text.find(line, at)
+            sample = _SAMPLE.match(text, at + len(line))
+            if sample is None:  # a longer name that begins with this one
+                at = text.find(line, at + len(line))
+                continue
+            labels = sample[1] or b""
+            if self._rank is None or _rank_of(labels) in (None, self._rank):
+                yield labels, sample[2]
+            at = text.find(b"\n", sample.end())
+            if not text.startswith(line, at):
+                return
+
+
+def _rank_of(labels: bytes) -> int | None:
+    """Return the data-parallel rank that a sample is about; None if it is about none in particular."""
+    found = _RANK_LABEL.search(labels)
+    return None if found is None else int(found[1])
 
 
 def _total(values: list[float]) -> float | None:
@@ -162,7 +179,6 @@ class Scraper:
         self._clock = clock
         self._timeout_s = min(_MAX_TIMEOUT_S, config.stale_s / 2)
         self._seen: dict[Worker, _Seen] = {}
-        self._client = control_client()
         registry.on_change(self._on_change)
         self._poller = Poller(registry, self._scrape, "scrape", config.interval_s)
         self.failures: Counter[str] = Counter()
@@ -175,12 +191,11 @@ class Scraper:
     async def close(self) -> None:
         """Stop scraping."""
         await self._poller.close()
-        await self._client.aclose()
 
     async def _scrape(self, worker: Worker) -> bool:
         seen = self._seen.setdefault(worker, _Seen())
         try:
-            status, text = await fetch(self._client, worker, "/metrics", self._timeout_s)
+            status, text = await self._poller.fetch(worker, "/metrics", self._timeout_s)
             if status != 200:
                 raise FetchFailed(f"/metrics answers {status}")
         except FetchFailed:

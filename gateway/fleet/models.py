@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.fleet.polling import FetchFailed, Poller, control_client, fetch
+from gateway.fleet.polling import FetchFailed, Poller
 from gateway.fleet.registry import Registry, Worker
 
 log = logging.getLogger("kvway.fleet")
@@ -29,7 +29,6 @@ class ModelCards:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._client = control_client()
         self._poller = Poller(registry, self._ask, "models", _INTERVAL_S, _RETRY_S)
         self._silent: set[Worker] = set()  # told in the log, once
         registry.on_change(lambda worker, _: self._silent.discard(worker))
@@ -41,7 +40,6 @@ class ModelCards:
     async def close(self) -> None:
         """Stop asking."""
         await self._poller.close()
-        await self._client.aclose()
 
     def refresh(self, worker: Worker) -> None:
         """Ask a worker at once: it has restarted, or an adapter was loaded."""
@@ -49,7 +47,7 @@ class ModelCards:
 
     async def _ask(self, worker: Worker) -> bool:
         try:
-            status, body = await fetch(self._client, worker, "/v1/models", _TIMEOUT_S)
+            status, body = await self._poller.fetch(worker, "/v1/models", _TIMEOUT_S)
         except FetchFailed:
             return False
         cards = _cards_in(body) if status == 200 else []
