@@ -30,7 +30,9 @@ _MARK: Final = 64  # bytes before such a length, by which they are found
 _OVERHEAD: Final = 2000
 _MESSAGE_OVERHEAD: Final = 1000  # bytes of Python objects per message, its segments and links included
 _BYTES_PER_BYTE: Final = 4  # text, ids and hashes of what takes one byte in the body
+_NAME: Final = b'"messages"'
 _OPENING: Final = b'{"messages":['
+_FIRST_FIELD: Final = b'{"role"'  # of a message, as nearly all clients write them
 
 
 class _RawChatRequest(ChatRequest, kw_only=True):
@@ -39,6 +41,7 @@ class _RawChatRequest(ChatRequest, kw_only=True):
 
 _RAW_CHAT: Final = msgspec.json.Decoder(_RawChatRequest)
 _RAWS: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_MESSAGES: Final = msgspec.json.Decoder(list[Message])
 _MESSAGE: Final = msgspec.json.Decoder(Message)
 _FIELDS: Final = [
     (field.name, b'"%b"' % field.encode_name.encode(), field.default)
@@ -106,7 +109,7 @@ class Conversation(Entry):
 
     Attributes:
         prefix: the beginning of its last body, up to the end of the last message but one: the last may be another
-            next time, as when an answer is asked for again.
+            next time, as when an answer is asked for again. A view, as long bodies take their time to copy.
         messages: of the prefix; not to be changed.
         head: attributes of the request that stand before the messages, and their values.
         names: by which these are called in the body.
@@ -115,7 +118,7 @@ class Conversation(Entry):
 
     __slots__ = ("head", "messages", "names", "prefix", "reading")
 
-    def __init__(self, prefix: bytes, messages: list[Message], head: ChatRequest) -> None:
+    def __init__(self, prefix: memoryview, messages: list[Message], head: ChatRequest) -> None:
         super().__init__(0)
         self.prefix = prefix
         self.messages = messages
@@ -139,13 +142,17 @@ class Conversations:
         self._known: ByteCache[tuple[int, bytes], Conversation] = ByteCache(max_bytes)
         self._keeping = Lock()  # long bodies are read in threads
 
-    def read(self, body: bytes) -> ChatRequest | None:
-        """Return the request of a body that goes on with a known conversation, else None.
+    def read(self, body: bytes) -> ChatRequest:
+        """Read the body of a chat. Its messages are shared with other requests and must not be changed.
 
         Raises:
-            msgspec.DecodeError: the rest is not that of a chat; decoding the body as a whole says more.
+            msgspec.DecodeError: the body is not a chat; where, only decoding it as a whole can say.
             RecursionError: it is nested too deeply.
         """
+        return self._read_on(body) or self._read_anew(body)
+
+    def _read_on(self, body: bytes) -> ChatRequest | None:
+        """Return the request of a body that goes on with a known conversation, else None."""
         with self._keeping:
             conversation = self._find(body)
             if conversation is None:
@@ -156,10 +163,12 @@ class Conversations:
             return None
         added = separator == b","
         rest: Any = _RAW_CHAT.decode(_OPENING + body[start + added :])
-        end = start + added + len(rest.messages) - 2  # where the closing bracket stands
+        array = bytes(rest.messages)[1:]
+        end = start + added + len(array) - 1  # where the closing bracket stands
         tail = body[end:]
         # a field that comes twice counts the second time
-        if b"\\" in tail or b'"messages"' in tail or any(name in tail for name in conversation.names):
+        again = not body.startswith(array, start + added) or _NAME in tail
+        if again or b"\\" in tail or any(name in tail for name in conversation.names):
             return None
         raws = _RAWS.decode(rest.messages)
         messages = rest.messages = [*messages, *map(_MESSAGE.decode, raws)]
@@ -167,7 +176,7 @@ class Conversations:
             setattr(rest, attribute, value)
         rest.conversation = conversation
         if len(raws) > 1:
-            prefix = _before_last(body, bytes(raws[-1]), end)
+            prefix = _before(body, body.rindex(raws[-1], 0, end))
             with self._keeping:
                 self._forget(conversation)
                 conversation.prefix, conversation.messages = prefix, messages[:-1]
@@ -175,26 +184,32 @@ class Conversations:
         request: ChatRequest = rest
         return request
 
-    def learn(self, body: bytes, request: ChatRequest, first: bytes, last: bytes) -> None:
-        """Remember a conversation, so that it is known when it goes on.
+    def _read_anew(self, body: bytes) -> ChatRequest:
+        """Read a body, and remember its conversation so that it is known when it goes on."""
+        request: Any = _RAW_CHAT.decode(body)
+        array = bytes(request.messages)
+        request.messages = _MESSAGES.decode(array)
+        request.conversation = self._learned(body, array, request.messages)
+        chat: ChatRequest = request
+        return chat
 
-        Args:
-            body: of the request.
-            request: what was read of it.
-            first: its first message as it stands in the body.
-            last: likewise its last.
-        """
-        if len(request.messages) < 2:
-            return
-        start, end = body.find(first), body.rfind(last) + len(last)
-        with suppress(msgspec.DecodeError, RecursionError):
-            head, tail = _RAW_CHAT.decode(body[:start] + b"]}"), _RAW_CHAT.decode(_OPENING + body[end:])
-            # else they stand there in some other field, too
-            if bytes(head.messages).startswith(b"[") and bytes(tail.messages).startswith(b"["):
-                prefix = _before_last(body, last, end)
-                request.conversation = Conversation(prefix, request.messages[:-1], head)
-                with self._keeping:
-                    self._keep(request.conversation)
+    def _learned(self, body: bytes, array: bytes, messages: list[Message]) -> Conversation | None:
+        """Return the conversation of a body in which the messages stand as ``array``; None if it cannot be told."""
+        start = body.find(b"[", body.find(_NAME))
+        head = body[: start + 1]
+        # else the name is that of some other field, or written in another way
+        if len(messages) < 2 or b"\\" in head or not body.startswith(array, start):
+            return None
+        try:
+            fields = _RAW_CHAT.decode(head + b"]}")
+        except (msgspec.DecodeError, RecursionError):
+            return None
+        if bytes(fields.messages) != b"[]":
+            return None
+        conversation = Conversation(_before(body, start + _start_of_last(array)), messages[:-1], fields)
+        with self._keeping:
+            self._keep(conversation)
+        return conversation
 
     def _find(self, body: bytes) -> Conversation | None:
         lookup = self._known.entries.get
@@ -208,7 +223,10 @@ class Conversations:
 
     def _keep(self, conversation: Conversation) -> None:
         conversation.cost = (
-            _OVERHEAD + _MESSAGE_OVERHEAD * len(conversation.messages) + _BYTES_PER_BYTE * len(conversation.prefix)
+            _OVERHEAD
+            + _MESSAGE_OVERHEAD * len(conversation.messages)
+            + _BYTES_PER_BYTE * len(conversation.prefix)
+            + len(conversation.prefix.obj)  # type: ignore[arg-type]
         )
         self._known.put(_key(conversation), conversation)
 
@@ -218,11 +236,20 @@ class Conversations:
             self._known.drop(key)
 
 
-def _before_last(body: bytes, last: bytes, end: int) -> bytes:
-    """Return what ends with the last message but one; ``end`` is where the last one ends."""
-    return body[: body.rindex(b"}", 0, body.rindex(last, 0, end)) + 1]
+def _start_of_last(array: bytes) -> int:
+    """Return where in an array of messages the last one begins."""
+    start = array.rfind(_FIRST_FIELD)  # never inside of a text, where quotes are escaped
+    with suppress(msgspec.DecodeError, RecursionError):
+        _MESSAGE.decode(array[start:-1])  # so it ends where the array does, and is no part of another one
+        return start
+    return array.rfind(bytes(_RAWS.decode(array)[-1]))
+
+
+def _before(body: bytes, last: int) -> memoryview:
+    """Return what ends with the last message but one; ``last`` is where the last one begins."""
+    return memoryview(body)[: body.rindex(b"}", 0, last) + 1]
 
 
 def _key(conversation: Conversation) -> tuple[int, bytes]:
     size = len(conversation.prefix) // _STEP * _STEP
-    return size, conversation.prefix[size - _MARK : size]
+    return size, bytes(conversation.prefix[size - _MARK : size])

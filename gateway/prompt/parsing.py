@@ -10,22 +10,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Lock
 from typing import Any, Final
 
 import msgspec
-from mmh3 import mmh3_x64_128_digest
 
 from gateway.errors import BadRequest
 from gateway.prompt.anthropic import read_messages
-from gateway.prompt.cache import ByteCache
 from gateway.prompt.growth import LEAST_BYTES, Conversations
 from gateway.prompt.request import (
     ABSENT,
     ChatRequest,
     CompletionRequest,
     InferenceRequest,
-    Message,
     MessagesRequest,
     ResponsesRequest,
 )
@@ -33,17 +29,9 @@ from gateway.prompt.responses import read_responses
 
 # Bodies with more values than this that msgspec refuses get no second chance with the slower standard parser.
 _SECOND_OPINION_COMMAS: Final = 100_000
-_MESSAGE_OVERHEAD: Final = 500  # bytes of Python objects per message that is kept
-
-
-class _RawChatRequest(ChatRequest, kw_only=True):
-    # until KnownMessages has read them
-    messages: list[msgspec.Raw] = msgspec.field(default_factory=list)  # type: ignore[assignment]
 
 
 _CHAT: Final = msgspec.json.Decoder(ChatRequest)
-_RAW_CHAT: Final = msgspec.json.Decoder(_RawChatRequest)
-_MESSAGE: Final = msgspec.json.Decoder(Message)
 _COMPLETION: Final = msgspec.json.Decoder(CompletionRequest)
 _NULL: Final = msgspec.Raw(b"null")
 _JSON_NAMES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
@@ -74,74 +62,14 @@ _KEPT: Final[dict[str, type]] = {
 }
 
 
-class _KnownMessage(msgspec.Struct, gc=False):
-    message: Message
-    cost: int
-    used: bool = False
-
-
-class KnownMessages:
-    """Messages of long chats by their bytes: they come back with all that was said, and decoding text is slow.
-
-    Besides, what is found here are the same strings as before, whose hashes Python has already computed. Messages are
-    told apart by 128-bit hashes, as chunks are: two with the same one would make a wrong guess of what is cached, while
-    the engine gets the request as it is; so there is none of this where the engine gets token ids. Only messages that
-    are nothing but texts are kept: what others take in memory does not follow from their length.
-
-    Args:
-        max_bytes: bound on the messages.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._known: ByteCache[bytes, _KnownMessage] = ByteCache(max_bytes // 2)
-        self._conversations = Conversations(max_bytes // 2)
-        self._keeping = Lock()  # long bodies are read in threads
-
-    def read_chat(self, body: bytes) -> ChatRequest:
-        """Read the body of a chat. Its messages are shared with other requests and must not be changed.
-
-        Raises:
-            msgspec.DecodeError: the body is not a chat; where, only decoding it as a whole can say.
-            RecursionError: it is nested too deeply.
-        """
-        known = self._conversations.read(body)
-        if known is not None:
-            return known
-        request = _RAW_CHAT.decode(body)
-        lookup = self._known.entries.get
-        messages = []
-        for raw in request.messages:
-            key = mmh3_x64_128_digest(raw)
-            entry = lookup(key)
-            if entry is None:
-                message = _MESSAGE.decode(raw)
-                self._keep(key, message)
-            else:
-                entry.used = True
-                message = entry.message
-            messages.append(message)
-        chat: ChatRequest = request
-        raws, chat.messages, chat.conversation = request.messages, messages, None
-        if raws:
-            self._conversations.learn(body, chat, bytes(raws[0]), bytes(raws[-1]))
-        return chat
-
-    def _keep(self, key: bytes, message: Message) -> None:
-        values = [value for value in msgspec.structs.astuple(message) if value is not None]
-        if {*map(type, values)} <= {str}:
-            cost = _MESSAGE_OVERHEAD + sum([value.__sizeof__() for value in values])
-            with self._keeping:
-                self._known.put(key, _KnownMessage(message, cost))
-
-
-def parse_request(path: str, body: bytes, known: KnownMessages | None = None) -> InferenceRequest:
+def parse_request(path: str, body: bytes, known: Conversations | None = None) -> InferenceRequest:
     """Read a request body.
 
     Args:
         path: request path; ``…/chat/completions``, ``…/messages`` and ``…/responses`` are chats, anything else is a
             completion.
         body: the whole body.
-        known: messages of earlier requests, for long chats.
+        known: conversations of earlier requests, for long chats.
 
     Raises:
         BadRequest: the body is not a JSON object, or a field has a type that no engine accepts; ``param`` names it.
@@ -150,7 +78,7 @@ def parse_request(path: str, body: bytes, known: KnownMessages | None = None) ->
     request: InferenceRequest | None = None
     if kind is ChatRequest and known is not None and len(body) >= LEAST_BYTES:
         with suppress(msgspec.DecodeError, RecursionError):
-            request = known.read_chat(body)
+            request = known.read(body)
     try:
         if request is None:
             request = read(body)

@@ -9,17 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.prompt.growth import LEAST_BYTES
-from gateway.prompt.parsing import KnownMessages, parse_request
+from gateway.prompt.growth import LEAST_BYTES, Conversations
+from gateway.prompt.parsing import parse_request
 from gateway.prompt.request import ChatRequest
 
 PATH = "/v1/chat/completions"
 LONG = {"role": "system", "content": "You are a careful engineer. " * (LEAST_BYTES // 20)}
 
-texts = st.one_of(st.text(max_size=30), st.sampled_from(['"messages"', '{"model":"x"}', "],[", "\\", "\n"]))
+texts = st.one_of(st.text(max_size=30), st.sampled_from(['"messages"', '{"model":"x"}', '{"role', "],[", "\\", "\n"]))
 messages = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool"]), "content": texts},
     optional={"tool_call_id": texts, "tool_calls": st.just([{"function": {"name": "f", "arguments": "{}"}}])},
+)
+messages |= messages.map(lambda message: dict(reversed(message.items()))) | st.just(
+    {"role": "user", "content": [{"role": "user", "type": "text", "text": "x"}]}
 )
 fields = st.fixed_dictionaries(
     {},
@@ -59,7 +62,7 @@ def seen(request: ChatRequest) -> dict:
 )
 @settings(deadline=None, max_examples=150)
 def test_a_continued_chat_reads_as_it_would_alone(before, turns, after, separators):
-    known = KnownMessages(10**7)
+    known = Conversations(10**7)
     chat: list = [LONG]
     for turn, fields_after in zip(turns, after, strict=False):
         chat = [*chat, *turn]
@@ -76,7 +79,7 @@ def test_a_continued_chat_reads_as_it_would_alone(before, turns, after, separato
 @given(cut=st.integers(1, 60), other=st.sampled_from([b"}", b"]", b",", b'"', b"{", b"\\", b"x"]))
 @settings(deadline=None, max_examples=100)
 def test_a_broken_continuation_is_refused_as_it_would_be_alone(cut, other):
-    known = KnownMessages(10**7)
+    known = Conversations(10**7)
     first = body({"model": "m"}, [LONG, {"role": "user", "content": "a"}], {"stream": True}, (",", ":"))
     parse_request(PATH, first, known)
     broken = first[:-cut] + other + first[len(first) - cut + 1 :]
@@ -90,7 +93,7 @@ def test_a_broken_continuation_is_refused_as_it_would_be_alone(cut, other):
 
 
 def test_the_next_request_of_a_conversation_shares_the_messages_of_the_last():
-    known = KnownMessages(10**7)
+    known = Conversations(10**7)
     chat = [LONG, {"role": "user", "content": "first"}]
     parse_request(PATH, body({"model": "m"}, [*chat[:1], {"role": "user", "content": "unlike"}], {}, (",", ":")), known)
     first = parse_request(PATH, body({"model": "m"}, chat, {"stream": True}, (",", ":")), known)
@@ -104,10 +107,37 @@ def test_the_next_request_of_a_conversation_shares_the_messages_of_the_last():
     assert [message.content for message in second.messages[1:]] == ["first", "answer", "second"]
 
 
+def test_messages_that_stand_in_another_field_too_are_not_taken_for_the_chat():
+    known = Conversations(10**7)
+    chat = [LONG, {"role": "user", "content": "a"}]
+    for history in (chat, [*chat, {"role": "user", "content": "b"}]):
+        request = parse_request(PATH, body({}, chat, {"history": history}, (",", ":")), known)
+        assert isinstance(request, ChatRequest)
+        assert [message.content for message in request.messages] == [LONG["content"], "a"]
+
+
+def test_messages_that_come_again_in_a_continued_chat_count_as_they_would_alone():
+    known = Conversations(10**7)
+    chat = [LONG, {"role": "user", "content": "a"}]
+    parse_request(PATH, body({}, chat, {}, (",", ":")), known)
+    raw = body({}, chat, {"messages": [{"role": "user", "content": "instead " * 9}]}, (",", ":"))
+    assert seen(parse_request(PATH, raw, known)) == seen(parse_request(PATH, raw))
+
+
+def test_a_conversation_is_known_however_its_messages_are_written():
+    for last in ({"content": "a", "role": "user"}, {"role": "user", "content": [{"role": "x", "type": "text"}]}):
+        known = Conversations(10**7)
+        raw = body({"model": "m"}, [LONG, last], {}, (", ", ": "))
+        first, second = parse_request(PATH, raw, known), parse_request(PATH, raw, known)
+        assert isinstance(first, ChatRequest)
+        assert isinstance(second, ChatRequest)
+        assert second.conversation is first.conversation is not None
+
+
 def test_a_client_cannot_write_what_is_known_of_its_conversation():
     short = b'{"messages":[{"role":"user","content":"hi"}]," ":{"reading":1}}'
     long = short.replace(b'"hi"', b'"' + b"hi" * LEAST_BYTES + b'"')
     for raw in (short, long):
-        request = parse_request(PATH, raw, KnownMessages(10**7))
+        request = parse_request(PATH, raw, Conversations(10**7))
         assert isinstance(request, ChatRequest)
         assert request.conversation is None or not isinstance(request.conversation, dict)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from gateway.errors import BadRequest
 from gateway.prompt.conversation import Unreadable, outline
-from gateway.prompt.parsing import KnownMessages, parse_request
+from gateway.prompt.growth import Conversations
+from gateway.prompt.parsing import parse_request
 from gateway.prompt.request import ChatRequest
 from tests.prompt_rig import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES, api_bodies
 
@@ -34,7 +35,7 @@ bodies = st.dictionaries(fields, json_values | messages, max_size=6)
 paths = st.sampled_from([CHAT, COMPLETIONS, MESSAGES, RESPONSES])
 examples = [*BODIES.values(), *api_bodies("messages").values(), *api_bodies("responses").values()]
 
-KNOWN = KnownMessages(20_000)
+KNOWN = Conversations(20_000)
 
 
 def parse(path: str, body: bytes) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.prompt.parsing import KnownMessages, parse_request
+from gateway.prompt.growth import Conversations
+from gateway.prompt.parsing import parse_request
 from gateway.prompt.request import MAX_OUTPUT_TOKENS, ChatRequest, CompletionRequest
 from tests.prompt_rig import CHAT, COMPLETIONS, HELLO
 
@@ -184,11 +185,11 @@ def test_the_length_of_the_body_is_kept():
     assert parse_request(CHAT, b'{"messages": [], "": 5}').body == b'{"messages": [], "": 5}'
 
 
-def test_messages_of_long_chats_are_read_once_if_they_are_texts():
+def test_messages_of_long_chats_are_read_once_but_for_the_last():
     long = {"role": "user", "content": "word " * 2000}
     parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
     body = json.dumps({"model": "m", "messages": [long, parts]}).encode()
-    known = KnownMessages(2**20)
+    known = Conversations(2**20)
     first, second = (parse_request(CHAT, body, known) for _ in range(2))
     assert first.messages == second.messages
     assert first.messages == parse_request(CHAT, body).messages
