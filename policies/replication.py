@@ -90,13 +90,13 @@ class Allowance:
 
     Args:
         saved_s: what this many seconds earn can be saved.
-        now: monotonic seconds.
+        since: monotonic seconds; from then on tokens are earned.
     """
 
-    def __init__(self, saved_s: float, now: float) -> None:
+    def __init__(self, saved_s: float, since: float) -> None:
         self._saved_s = saved_s
         self._tokens = 0.0
-        self._earned_at = now
+        self._earned_at = since
 
     def earn(self, tokens_per_s: float, now: float) -> None:
         """Let time pass at a rate."""
@@ -109,3 +109,7 @@ class Allowance:
             return False
         self._tokens -= tokens
         return True
+
+    def wait_s(self, tokens_per_s: float) -> float:
+        """Return how long it takes at a rate until a token is there."""
+        return max(0.0, 1 - self._tokens) / tokens_per_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from time import monotonic
 from typing import Any, Final
 
@@ -18,33 +17,9 @@ from gateway.replication.seen import SeenPrompt
 from gateway.replication.warmup import WarmUp, answers_alone, make_warm_up
 from policies.base import RoutingRequest
 from policies.chunks import ChunkHasher
+from policies.replication import Allowance
 
 _MINUTE_S: Final = 60.0
-
-
-class TokenBudget:
-    """Tokens per minute, saved for at most a minute. It may be overdrawn once: a long prompt makes the next one wait.
-
-    Args:
-        per_min: tokens; 0 for none ever.
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, per_min: int, clock: Callable[[], float] = monotonic) -> None:
-        self._per_min = per_min
-        self._left = float(per_min)
-        self._clock = clock
-        self._at = clock()
-
-    def spend(self, tokens: int) -> float:
-        """Spend tokens, and return 0; or spend none, and return in how many seconds one may ask again."""
-        now = self._clock()
-        self._left = min(self._per_min, self._left + (now - self._at) * self._per_min / _MINUTE_S)
-        self._at = now
-        if self._left <= 0:
-            return (1 - self._left) * _MINUTE_S / self._per_min if self._per_min else _MINUTE_S
-        self._left -= tokens
-        return 0.0
 
 
 class WarmUps:
@@ -59,7 +34,8 @@ class WarmUps:
     def __init__(self, services: Services, hasher: ChunkHasher, tokens_per_min: int) -> None:
         self._services = services
         self._hasher = hasher
-        self._budget = TokenBudget(tokens_per_min)
+        self._tokens_per_s = tokens_per_min / _MINUTE_S
+        self._allowance = Allowance(_MINUTE_S, since=monotonic() - _MINUTE_S)
         self._outcomes: Counter[tuple[str, str]] = Counter()
         self._tokens: Counter[str] = Counter()
         services.registry.on_change(self._on_change)
@@ -91,8 +67,9 @@ class WarmUps:
         """
         warm_up = self._prepare(worker, seen, root)
         new_tokens = max(0, warm_up.tokens - hit_tokens)
-        wait_s = self._budget.spend(new_tokens)
-        if wait_s:
+        self._allowance.earn(self._tokens_per_s, monotonic())
+        if not self._allowance.spend(new_tokens):
+            wait_s = self._allowance.wait_s(self._tokens_per_s)
             self._outcomes[worker.name, "refused"] += 1
             message = f"cache_control.warm_up_tokens_per_min is spent; ask again in {wait_s:.0f} s."
             raise Saturated(message, retry_after_s=wait_s)
@@ -113,6 +90,8 @@ class WarmUps:
     def _prepare(self, worker: Worker, seen: SeenPrompt, root: bytes) -> WarmUp:
         if worker.state is not State.READY:
             raise NoWorker(f"{worker.name} is {worker.state} and takes no requests.", retry_after_s=1)
+        if not self._tokens_per_s:
+            raise NotPossible("cache_control.warm_up_tokens_per_min is 0: nothing is computed to be cached.")
         if not answers_alone(worker):
             raise NotPossible(f"{worker.name} answers no request without a partner of the other role.")
         chunks = seen.prompt.chunks

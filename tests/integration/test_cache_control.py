@@ -109,6 +109,13 @@ async def test_prefetches_are_bounded_and_those_that_fail_are_reported() -> None
         assert (await held(admin))["worker-1"] == 0
 
 
+async def test_without_an_allowance_nothing_is_prefetched() -> None:
+    async with fleet(cache_control={"warm_up_tokens_per_min": 0}) as gateway, admin_of(gateway) as admin:
+        status, message = await refusal(admin, "prefetch", worker="worker-1")
+        assert status == 501
+        assert "warm_up_tokens_per_min is 0" in message
+
+
 async def test_a_cleared_worker_holds_nothing_for_the_index_and_the_engine(
     gateway: Gateway, admin: httpx.AsyncClient
 ) -> None:

@@ -9,7 +9,6 @@ import pytest
 import typer
 
 from gateway.cache_commands import has_come_whole, is_cleared, read_prompt
-from gateway.caches.warm_up import TokenBudget
 from gateway.events.ages import EvictionAges
 
 CHUNKS = [bytes([0] * 15 + [last]) for last in range(256)]
@@ -60,19 +59,6 @@ def test_a_file_that_cannot_be_read_is_wrong_usage(tmp_path: Path, content: byte
     with pytest.raises(typer.Exit) as ended:
         read_prompt(file, "", "")
     assert ended.value.exit_code == 2
-
-
-def test_a_budget_is_overdrawn_once_and_then_waits() -> None:
-    now = 0.0
-    budget = TokenBudget(600, lambda: now)
-    assert budget.spend(900) == 0.0
-    assert budget.spend(1) == pytest.approx(30.1)
-    now = 30.1
-    assert budget.spend(1) == 0.0
-    now = 1e6
-    assert budget.spend(600) == 0.0  # no more than a minute's worth is saved
-    assert budget.spend(1) > 0
-    assert TokenBudget(0).spend(1) > 0
 
 
 def test_the_age_of_chunks_is_that_at_which_they_are_evicted() -> None:

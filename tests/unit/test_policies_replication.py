@@ -65,7 +65,7 @@ def test_new_homes(holders: list[int], costs: list[float], wanted: int, homes: l
 
 
 def test_what_is_spent_over_a_long_time_is_what_was_earned() -> None:
-    allowance, spent = Allowance(saved_s=10.0, now=0.0), 0
+    allowance, spent = Allowance(saved_s=10.0, since=0.0), 0
     for second in range(1, 1001):
         allowance.earn(100.0, float(second))
         spent += 5000 if allowance.spend(5000) else 0
@@ -73,10 +73,19 @@ def test_what_is_spent_over_a_long_time_is_what_was_earned() -> None:
 
 
 def test_no_more_is_saved_than_for_so_long() -> None:
-    allowance = Allowance(saved_s=10.0, now=0.0)
+    allowance = Allowance(saved_s=10.0, since=0.0)
     allowance.earn(100.0, 1e6)
     assert [allowance.spend(400) for _ in range(4)] == [True, True, True, False]
 
 
+def test_an_allowance_is_overdrawn_once_and_says_how_long_the_next_waits() -> None:
+    allowance = Allowance(saved_s=60.0, since=-60.0)
+    allowance.earn(10.0, 0.0)
+    assert allowance.spend(900) and not allowance.spend(1)
+    assert allowance.wait_s(10.0) == pytest.approx(30.1)
+    allowance.earn(10.0, 30.1)
+    assert allowance.wait_s(10.0) == pytest.approx(0.0) and allowance.spend(1)
+
+
 def test_nothing_can_be_spent_before_anything_is_earned() -> None:
-    assert not Allowance(saved_s=10.0, now=0.0).spend(1)
+    assert not Allowance(saved_s=10.0, since=0.0).spend(1)
