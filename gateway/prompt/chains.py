@@ -78,22 +78,20 @@ class Chains:
 
     def follow(self, link: Link, segment: Segment) -> Link:
         """Return the link behind one more segment."""
-        return self._follow(link, (segment,), [])
+        key = (link.number, segment.number)
+        following = self._links.entries.get(key)
+        if following is None:
+            following = self._extend(link, segment)
+            self._links.put(key, following)
+        else:
+            following.used = True
+        return following
 
     def _follow(self, link: Link, segments: Sequence[Segment], hashes: list[bytes]) -> Link:
         """Return the link behind the segments, and append their hashes."""
-        lookup = self._links.entries.get
         for segment in segments:
-            key = (link.number, segment.number)
-            following = lookup(key)
-            if following is None:
-                following = self._extend(link, segment)
-                self._links.put(key, following)
-            else:
-                following.used = True
-            link = following
-            if link.hashes:
-                hashes += link.hashes
+            link = self.follow(link, segment)
+            hashes += link.hashes
         return link
 
     def _extend(self, link: Link, segment: Segment) -> Link:

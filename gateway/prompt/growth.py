@@ -187,18 +187,18 @@ class Conversations:
     def _read_anew(self, body: bytes) -> ChatRequest:
         """Read a body, and remember its conversation so that it is known when it goes on."""
         request: Any = _RAW_CHAT.decode(body)
-        array = bytes(request.messages)
+        array = request.messages
         request.messages = _MESSAGES.decode(array)
         request.conversation = self._learned(body, array, request.messages)
         chat: ChatRequest = request
         return chat
 
-    def _learned(self, body: bytes, array: bytes, messages: list[Message]) -> Conversation | None:
+    def _learned(self, body: bytes, array: msgspec.Raw, messages: list[Message]) -> Conversation | None:
         """Return the conversation of a body in which the messages stand as ``array``; None if it cannot be told."""
         start = body.find(b"[", body.find(_NAME))
         head = body[: start + 1]
         # else the name is that of some other field, or written in another way
-        if len(messages) < 2 or b"\\" in head or not body.startswith(array, start):
+        if len(messages) < 2 or b"\\" in head or not body.startswith(memoryview(array), start):
             return None
         try:
             fields = _RAW_CHAT.decode(head + b"]}")
@@ -206,7 +206,8 @@ class Conversations:
             return None
         if bytes(fields.messages) != b"[]":
             return None
-        conversation = Conversation(_before(body, start + _start_of_last(array)), messages[:-1], fields)
+        last = _start_of_last(body, start, start + len(array))
+        conversation = Conversation(_before(body, last), messages[:-1], fields)
         with self._keeping:
             self._keep(conversation)
         return conversation
@@ -236,13 +237,14 @@ class Conversations:
             self._known.drop(key)
 
 
-def _start_of_last(array: bytes) -> int:
-    """Return where in an array of messages the last one begins."""
-    start = array.rfind(_FIRST_FIELD)  # never inside of a text, where quotes are escaped
+def _start_of_last(body: bytes, start: int, end: int) -> int:
+    """Return where the last message begins of those between ``start`` and ``end``, which are a whole array."""
+    view = memoryview(body)
+    last = body.rfind(_FIRST_FIELD, start, end)  # never inside of a text, where quotes are escaped
     with suppress(msgspec.DecodeError, RecursionError):
-        _MESSAGE.decode(array[start:-1])  # so it ends where the array does, and is no part of another one
-        return start
-    return array.rfind(bytes(_RAWS.decode(array)[-1]))
+        _MESSAGE.decode(view[last : end - 1])  # so it ends where the array does, and is no part of another one
+        return last
+    return body.rindex(_RAWS.decode(view[start:end])[-1], start, end)
 
 
 def _before(body: bytes, last: int) -> memoryview:
