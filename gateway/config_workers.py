@@ -135,7 +135,9 @@ class PullConfig(Section):
     """Prefixes that engines fetch from other workers instead of computing them; see docs/disaggregation.md."""
 
     group: str = Field("", description="workers that name the same group fetch from one another; empty: it does not")
-    gb_s: float = Field(10.0, gt=0, description="GB/s at which it fetches")
+    gb_s: float = Field(
+        10.0, gt=0, description="GB/s at which it fetches, to start from; corrected by what is observed"
+    )
     latency_s: Seconds = Field(0.026, description="what a fetch takes besides moving KV")
     hint: Literal["none", "vllm-p2p"] = Field(
         "none",

@@ -31,11 +31,13 @@ class Pull(NamedTuple):
         source: row of the worker to fetch it from.
         tokens: how many, beyond those it holds itself.
         saved_s: seconds that it takes less than to compute them.
+        seconds: that it takes.
     """
 
     source: int
     tokens: int
     saved_s: float
+    seconds: float = 0.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,11 +95,12 @@ class PullLinks:
         reach = int(given.max())
         b, c = fleet.state[_B : _C + 1, row].tolist()
         tokens = reach - held
-        saved_s = tokens * (b + c * 0.5 * (reach + held) - float(self.s_per_token[row])) - float(self.latency_s[row])
+        seconds = tokens * float(self.s_per_token[row]) + float(self.latency_s[row])
+        saved_s = tokens * (b + c * 0.5 * (reach + held)) - seconds
         if tokens <= 0 or saved_s <= 0:
             return None
         holders = (given == reach).nonzero()[0]
-        return Pull(int(holders[fleet.state[_RUNNING, holders].argmin()]), tokens, saved_s)
+        return Pull(int(holders[fleet.state[_RUNNING, holders].argmin()]), tokens, saved_s, seconds)
 
     def _reach(self, given: Ints) -> Ints:
         """Return the longest prefix that each worker could hold after fetching, ``[n]``, or one number for all."""

@@ -45,6 +45,8 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
     for row, hit, tiers in zip(rows, residency.hit_tokens.tolist(), residency.by_tier.tolist(), strict=True):
         row["hit_tokens"] = hit
         row |= {f"{tier.name.lower()}_tokens": tokens for tier, tokens in zip(Tier, tiers, strict=True)}
+        if candidates.fleet.pulls is not None:
+            row["fetch_gb_s"] = services.fetches.bytes_per_s(services.registry.workers[row["worker"]]) / 1e9
         if services.dispatcher is not None:
             row["held_requests"], row["held_s"] = services.dispatcher.waiting(services.registry.workers[row["worker"]])
     explanation = {

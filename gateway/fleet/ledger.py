@@ -14,6 +14,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final, cast
 
+import msgspec
+
 from gateway.fleet.registry import Registry, Worker
 from policies.base import COLUMNS, FleetView
 
@@ -27,6 +29,28 @@ PrefillObserver = Callable[[Worker, int, int, float], None]
 """Called with a worker, new tokens, cached tokens, and the seconds their prefill took there."""
 DepartureObserver = Callable[["Flight"], None]
 """Called with a request whose prefill is done, or will not be."""
+
+
+class Fetch(msgspec.Struct):
+    """A prefix that a request's worker is to fetch from another one, before it computes the rest of the prompt.
+
+    Attributes:
+        worker: which fetches.
+        tokens: how many.
+        seconds: that this is expected to take.
+        hit_tokens: prompt tokens that it will not have to compute, those that it holds itself included.
+        idle: nothing was being prefilled there, for any replica, when the request was sent.
+        rest_s: seconds that the prefill of the others is expected to take.
+        took_s: seconds from the start of both to the first token, 0 where anything else was in prefill there meanwhile.
+    """
+
+    worker: Worker
+    tokens: int
+    seconds: float
+    hit_tokens: int
+    idle: bool
+    rest_s: float = 0.0
+    took_s: float = 0.0
 
 
 class _Account:
@@ -49,15 +73,19 @@ class _Account:
 
 
 class Flight:
-    """One request on one worker. Call ``end`` when the request is over, however it went; twice is harmless."""
+    """One request on one worker. Call ``end`` when the request is over, however it went; twice is harmless.
+
+    ``fetch`` is what its worker has to fetch first; that is part of its ``prefill_s``.
+    """
 
     __slots__ = (
         "_account",
         "_ledger",
-        "dispatched_at",
+        "fetch",
         "prefill_s",
         "prompt_tokens",
         "stage",
+        "started_at",
         "streamed",
         "uncached_tokens",
         "worker",
@@ -82,14 +110,16 @@ class Flight:
         self.prompt_tokens = prompt_tokens
         self.uncached_tokens = uncached_tokens
         self.prefill_s = prefill_s
-        self.dispatched_at = now
+        self.started_at = now
         self.streamed = streamed
+        self.fetch: Fetch | None = None
         self.stage = Flight.HELD if held else Flight.PREFILL
 
     def start(self, now: float) -> None:
         """The request goes to its worker now; only for one that was held."""
         if self.stage == Flight.HELD:
             self.stage = Flight.PREFILL
+            self.started_at = now
             self._ledger._start(self, self._account, now, was_held=True)
 
     def first_byte(self, now: float) -> None:
@@ -224,7 +254,12 @@ class Ledger:
         del prefilling[flight]
         if seen and account.start_known:
             account.timed += 1
-            if self._on_prefill is not None:
+            if flight.fetch is not None:  # the time is not that of its prefill
+                elsewhere = self._registry.elsewhere
+                alone = not prefilling and state[_SINCE, row] == flight.started_at
+                if alone and flight.fetch.idle and (elsewhere is None or not elsewhere[_PENDING_S, row]):
+                    flight.fetch.took_s = took
+            elif self._on_prefill is not None:
                 cached_tokens = flight.prompt_tokens - flight.uncached_tokens
                 self._on_prefill(account.worker, flight.uncached_tokens, cached_tokens, took)
         if not prefilling:

@@ -43,6 +43,7 @@ class Worker:
     ``models`` are the names it answers to: base models map to themselves, LoRA adapters to their base model. ``slot``
     is the position of its present incarnation in the index, ``row`` its column in the registry's state matrix. Until
     ``refill_until`` (monotonic seconds) its residency may be incomplete: some requests ask for a report of it.
+    ``fetch_s`` are the seconds per token in which it fetches KV from other workers.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Worker:
     row: int = -1
     block_size: int = 0
     refill_until: float = 0.0
+    fetch_s: float = 0.0
     model_cards: list[dict[str, object]] = field(default_factory=list)
 
     @classmethod
@@ -65,7 +67,7 @@ class Worker:
         tls = parts.scheme == "https"
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
         models = {name: name for name in config.models}
-        return cls(config.label, config, host, port, tls, models)
+        return cls(config.label, config, host, port, tls, models, fetch_s=configured_fetch_s(config))
 
     @property
     def is_vllm(self) -> bool:
@@ -168,6 +170,15 @@ class Registry:
             for listener in self._state_listeners:
                 listener(worker)
 
+    def set_fetch_s(self, worker: Worker, seconds: float) -> None:
+        """Change the seconds per token in which a worker fetches KV, for all views of it."""
+        worker.fetch_s = seconds
+        if self.fleet.pulls is not None:
+            self.fleet.pulls.s_per_token[worker.row] = seconds
+        for selection in self._selections.values():
+            if selection.pulls is not None and selection.rows is not None:
+                selection.pulls.s_per_token[selection.rows == worker.row] = seconds
+
     def candidates(self, model: str) -> Candidates:
         """Return the workers that may take a request for ``model`` (a base model or an adapter) whole, or decode it.
 
@@ -269,13 +280,18 @@ class Registry:
         self.fleet = FleetView([worker.name for worker in members], state, self.version, pull_links(members))
 
 
+def configured_fetch_s(config: WorkerConfig) -> float:
+    """Return the seconds per token in which a worker fetches KV, as configured."""
+    return config.tiers.kv_bytes_per_token / (config.pull.gb_s * 1e9)
+
+
 def pull_links(workers: Sequence[Worker]) -> PullLinks | None:
     """Return who of ``workers`` can fetch KV from whom, in their order; None where nobody can."""
     groups = [worker.config.pull.group for worker in workers]
     numbers = {group: number for number, group in enumerate(dict.fromkeys(filter(None, groups)))}
     if not numbers:
         return None
-    s_per_token = [worker.config.tiers.kv_bytes_per_token / (worker.config.pull.gb_s * 1e9) for worker in workers]
+    s_per_token = [worker.fetch_s for worker in workers]
     latency_s = [worker.config.pull.latency_s for worker in workers]
     numbered = [numbers.get(group, NO_GROUP) for group in groups]
     return PullLinks(np.array(numbered, np.int64), np.array(s_per_token), np.array(latency_s))

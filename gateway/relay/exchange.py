@@ -388,6 +388,8 @@ class Exchange:
         record.ended_at = monotonic()
         self.answer.note_usage(record)
         if self._route is not None:
+            if self._route.flight.fetch is not None and not record.resumptions:
+                self._services.fetches.ended(self._route.flight.fetch, record.cached_tokens)
             self._leave()
         if self._hand_over is not None:
             self._hand_over.close()

@@ -18,7 +18,7 @@ import numpy as np
 
 from gateway.config import RoutePath
 from gateway.errors import BadRequest, GatewayError, NoWorker
-from gateway.fleet.ledger import Flight
+from gateway.fleet.ledger import Fetch, Flight
 from gateway.fleet.registry import Candidates, Registry, State, Worker
 from gateway.index.base import Speculation
 from gateway.observe.record import RequestRecord
@@ -239,10 +239,14 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
     services.ledger.advance(now)
     decision = decide(services, plan.policy, plan.request, fleet, residency, now)
     worker, pull = workers[decision.worker], decision.pull
-    hit_tokens = min(residency.hit(decision.worker), plan.request.prompt_tokens)
-    if pull is not None:
-        hit_tokens = decision.expected_hit_tokens
-    route = count_on(services, plan, worker, hit_tokens, decision.reason, now)
+    if pull is None:
+        hit_tokens = min(residency.hit(decision.worker), plan.request.prompt_tokens)
+        route = count_on(services, plan, worker, hit_tokens, decision.reason, now)
+    else:
+        services.fetches.fade(now)
+        idle = not fleet.pending_prefill_s[decision.worker]
+        fetch = Fetch(worker, pull.tokens, pull.seconds, decision.expected_hit_tokens, idle)
+        route = count_on(services, plan, worker, fetch.hit_tokens, decision.reason, now, fetch)
     if fleet.pulls is not None and worker.config.pull.hint == "vllm-p2p":
         route.hint = SourceHint(workers[pull.source] if pull is not None else None, plan.body is not None)
     return route
@@ -320,8 +324,16 @@ def decide(
         return Decision(int(np.argmin(fleet.running)), reason="policy_failed")
 
 
-def count_on(services: Services, plan: Plan, worker: Worker, hit_tokens: int, reason: str, now: float) -> Route:
-    """Count a request on the worker that is to prefill its prompt."""
+def count_on(
+    services: Services,
+    plan: Plan,
+    worker: Worker,
+    hit_tokens: int,
+    reason: str,
+    now: float,
+    fetch: Fetch | None = None,
+) -> Route:
+    """Count a request on the worker that is to prefill its prompt, after what it is to fetch of it."""
     request = plan.request
     assert request is not None
     new, cached = max(1, request.prompt_tokens - hit_tokens), hit_tokens
@@ -329,7 +341,11 @@ def count_on(services: Services, plan: Plan, worker: Worker, hit_tokens: int, re
     cell, row = services.registry.fleet.state.item, worker.row
     prefill_s = cell(_PREFILL_A, row) + new * (cell(_PREFILL_B, row) + cell(_PREFILL_C, row) * (cached + new / 2))
     held = services.dispatcher is not None
+    if fetch is not None:
+        fetch.rest_s = prefill_s
+        prefill_s += fetch.seconds
     flight = services.ledger.dispatch(worker, request.prompt_tokens, new, prefill_s, now, plan.streamed, held)
+    flight.fetch = fetch
     return _speculate(services, request, worker, flight, hit_tokens, reason, now)
 
 

@@ -16,6 +16,7 @@ from gateway.index.approximate import ApproximateCache
 from gateway.index.base import ChunkIndex
 from gateway.observe.observer import Observer
 from gateway.prompt.pipeline import PromptPipeline
+from gateway.relay.fetches import FetchRates
 from gateway.relay.handovers import HandOverBook
 from gateway.relay.policies import Policies
 from gateway.relay.retry import RetryBudget
@@ -52,6 +53,7 @@ class Services:
     budget: RetryBudget = field(init=False)
     sweeper: Sweeper = field(init=False)
     hand_overs: HandOverBook = field(init=False)
+    fetches: FetchRates = field(init=False)
     dispatcher: Dispatcher | None = field(init=False, default=None)
     _complained_at: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -60,6 +62,8 @@ class Services:
         self.sweeper = Sweeper(self.upstream)
         self.hand_overs = HandOverBook(self.config.disaggregation, self.registry)
         self.hand_overs.expose(self.observer)
+        self.fetches = FetchRates(self.registry)
+        self.fetches.expose(self.observer)
         self.registry.on_change(self._on_change)
         if self.config.dispatch.order != "none":
             self.dispatcher = Dispatcher(self.registry, self.ledger, self.config.dispatch)

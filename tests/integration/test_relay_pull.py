@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.admin.explain import explain
 from policies.base import Tier
 from tests.integration.test_relay_routing import CHUNK_TOKENS, IDS, ask, chunks_of_ids, completion, worker
-from tests.peers import FakeWorker, Message, Wire
-from tests.relay_rig import Rig, relay
+from tests.peers import FakeWorker, Message, Wire, answer
+from tests.relay_rig import MODEL, Rig, relay
 
 HELD = 4 * CHUNK_TOKENS
 PULL = {"group": "rack", "gb_s": 40.0, "latency_s": 0.0}
@@ -106,3 +107,25 @@ async def test_without_a_common_group_nothing_is_expected_to_be_fetched() -> Non
 async def test_fleets_without_groups_have_no_links() -> None:
     async with worker() as only, relay([only]) as rig:
         assert rig.services.registry.fleet.pulls is None
+
+
+async def test_a_stream_that_comes_sooner_than_expected_speaks_for_a_faster_link() -> None:
+    usage = {"prompt_tokens": len(IDS), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": HELD}}
+    events = b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode({"choices": [], "usage": usage})
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(events)
+    slow = PULL | {"gb_s": 0.05}  # 0.4 s for what takes 0.6 s to compute
+    each = settings(slow, slow)
+    async with (
+        worker() as first,
+        FakeWorker(answer(head + events)) as second,
+        relay([first, second], settings=each, **EXPECTED_COST) as rig,
+    ):
+        await held_by_a_busy_worker(rig)
+        got = await ask(rig, completion(IDS, stream=True))
+        assert got.headers["x-kvway-predicted-hit-tokens"] == str(HELD)
+        rig.services.registry.fleet.pending_prefill_s[0] = 0.0
+        assert (await rig.settled()).reason == "pull"
+        assert rig.services.fetches.bytes_per_s(rig.services.registry.workers["w1"]) == pytest.approx(2 * 0.05e9)
+        body = msgspec.json.encode({"model": MODEL, "prompt": IDS})
+        explained = await explain(rig.services, "/v1/completions", body)
+        assert [row["fetch_gb_s"] for row in explained["candidates"]] == pytest.approx([0.1, 0.1])  # w0 is like it
