@@ -17,11 +17,14 @@ $(VENV)/ready: pyproject.toml
 demo: $(VENV)/ready ## four simulated workers, two policies, one table (under two minutes)
 	$(BIN)/kvway demo
 
+# Compiled files are kept, for the tests start a great many processes of the product.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/ready ## the fast tests (under five minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-all: $(VENV)/ready ## the fast tests and the slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not e2e'
+test-all: $(VENV)/ready ## the fast tests, the slow ones, and five times as many examples of every property
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not e2e' --hypothesis-profile=thorough
 
 lint: $(VENV)/ready ## ruff and mypy
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.events.assembler import Assembler
@@ -171,7 +171,6 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 2, 3, 4, 8, 12]), st.lists(ACTIONS, max_size=25))
 def test_residency_is_exactly_that_of_the_paged_cache(block_size, actions):
     worker = PagedWorker(block_size)
@@ -180,7 +179,6 @@ def test_residency_is_exactly_that_of_the_paged_cache(block_size, actions):
         worker.check()
 
 
-@settings(deadline=None)
 @given(st.sampled_from([1, 2, 3, 4, 8]), st.lists(ACTIONS, max_size=25))
 def test_a_cache_that_empties_leaves_nothing_behind(block_size, actions):
     worker = PagedWorker(block_size)

@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.chunks import ChunkHasher
@@ -13,7 +13,6 @@ def packed(ids):
     return np.array(ids, "<u4").tobytes()
 
 
-@settings(max_examples=60, deadline=None)
 @given(tokens, sizes, st.data())
 def test_extending_a_chain_equals_hashing_it_whole(ids, size, data):
     hasher = ChunkHasher(size)
@@ -24,7 +23,6 @@ def test_extending_a_chain_equals_hashing_it_whole(ids, size, data):
     assert hasher.chain(parent, packed(ids[known * size :])) == whole[known:]
 
 
-@settings(max_examples=60, deadline=None)
 @given(tokens, sizes)
 def test_one_hash_per_whole_chunk_and_all_of_them_differ(ids, size):
     hasher = ChunkHasher(size)
@@ -32,7 +30,6 @@ def test_one_hash_per_whole_chunk_and_all_of_them_differ(ids, size):
     assert len(chain) == len(ids) // size == len(set(chain))
 
 
-@settings(max_examples=60, deadline=None)
 @given(tokens.filter(len), sizes, st.data())
 def test_a_changed_token_changes_its_chunk_and_every_later_one(ids, size, data):
     position = data.draw(st.integers(0, len(ids) - 1))
@@ -46,7 +43,6 @@ def test_a_changed_token_changes_its_chunk_and_every_later_one(ids, size, data):
     assert not set(before[first:]) & set(after[first:])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     tokens,
     st.lists(st.tuples(st.text(max_size=6), fields, fields, sizes), min_size=2, max_size=2, unique=True),
@@ -59,7 +55,6 @@ def test_caches_that_differ_in_model_adapter_salt_or_chunk_length_share_no_hash(
     assert not chains[0] & chains[1]
 
 
-@settings(max_examples=60, deadline=None)
 @given(tokens, sizes, st.dictionaries(st.integers(0, 10), st.binary(min_size=1, max_size=8), max_size=3), st.data())
 def test_extending_a_chain_with_images_equals_hashing_it_whole(ids, size, extras, data):
     hasher = ChunkHasher(size)

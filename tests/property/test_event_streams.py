@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import zmq.asyncio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import IndexConfig, KvEventsConfig
@@ -209,7 +209,6 @@ async def play(block_sizes: Sequence[int], steps: Sequence[tuple[int, tuple[Any,
     await fleet.index.close()
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 4, 8, 12]), min_size=N_WORKERS, max_size=N_WORKERS), STEPS)
 def test_residency_is_the_caches_while_nothing_is_lost_and_never_more(block_sizes, steps):
     asyncio.run(play(block_sizes, steps))

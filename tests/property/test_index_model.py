@@ -112,7 +112,6 @@ class Walk:
         assert residency.hit_tokens.tolist() == [CHUNK_TOKENS * sum(run) for run in expected]
 
 
-@settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_the_memory_index_agrees_with_the_model_after_every_step(steps: list[tuple[Any, ...]]) -> None:
     async def walk() -> None:
@@ -129,7 +128,7 @@ def test_the_memory_index_agrees_with_the_model_after_every_step(steps: list[tup
     asyncio.run(walk())
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS)
 def test_two_replicas_agree_with_the_model_and_with_each_other(valkey: Valkey, steps: list[tuple[Any, ...]]) -> None:
     async def walk() -> None:

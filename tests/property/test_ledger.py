@@ -102,7 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(stateful_step_count=40)
 
 
 def test_nothing_stays_in_flight():

@@ -19,7 +19,7 @@ DRAWING = {
     "random": {"seed": 1},
 }
 """Policies that draw lots, with parameters that make the draws repeat."""
-FEW = settings(max_examples=8, deadline=None)
+FEW = settings(max_examples=8)
 """Examples per policy."""
 NOT_EXPLORING = {"predicted-latency": {"explore": 0.0}, "power-of-two": {"seed": 1}}
 UNORDERED = sorted(set(ALL) - {"power-of-two", "random", "round-robin"})
@@ -110,7 +110,6 @@ def test_more_load_never_attracts_a_request(name, situation, data):
     assert create_policy(name, params).decide(request, fleet, residency, now=100.0).worker != row
 
 
-@settings(max_examples=25, deadline=None)
 @given(situation=situations(most=8), data=st.data())
 def test_a_longer_hit_never_costs_least_works_choice_the_request(situation, data):
     fleet, request, residency = situation
@@ -120,7 +119,6 @@ def test_a_longer_hit_never_costs_least_works_choice_the_request(situation, data
     assert policy.decide(request, fleet, residency, now=100.0).worker == chosen
 
 
-@settings(max_examples=40, deadline=None)
 @given(situation=situations(most=SMALL_FLEET))
 def test_lists_and_arrays_lead_to_the_same_decisions(situation):
     fleet, request, residency = situation
@@ -135,7 +133,6 @@ def test_lists_and_arrays_lead_to_the_same_decisions(situation):
             assert getattr(one, part) == getattr(other, part)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.text(max_size=20))
 def test_any_unknown_name_gets_an_answer_that_lists_the_known_ones(name):
     if name in known_policies():

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.prompt.growth import LEAST_BYTES, Conversations
@@ -60,7 +60,6 @@ def seen(request: ChatRequest) -> dict:
     after=st.lists(fields, min_size=4, max_size=4),
     separators=separators,
 )
-@settings(deadline=None, max_examples=150)
 def test_a_continued_chat_reads_as_it_would_alone(before, turns, after, separators):
     known = Conversations(10**7)
     chat: list = [LONG]
@@ -77,7 +76,6 @@ def test_a_continued_chat_reads_as_it_would_alone(before, turns, after, separato
 
 
 @given(cut=st.integers(1, 60), other=st.sampled_from([b"}", b"]", b",", b'"', b"{", b"\\", b"x"]))
-@settings(deadline=None, max_examples=100)
 def test_a_broken_continuation_is_refused_as_it_would_be_alone(cut, other):
     known = Conversations(10**7)
     first = body({"model": "m"}, [LONG, {"role": "user", "content": "a"}], {"stream": True}, (",", ":"))

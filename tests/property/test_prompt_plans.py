@@ -87,7 +87,7 @@ def check(source: ChatTemplate, drafter: PlanDrafter, bodies: list[dict[str, obj
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_plans_of_the_common_families_are_right(name, data):
     shape = data.draw(shapes)
@@ -149,7 +149,6 @@ statements = st.one_of(
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of expressions such as none[0]
-@settings(max_examples=60, deadline=None)
 @given(body=st.lists(statements, min_size=1, max_size=3).map("".join), data=st.data())
 def test_plans_of_any_template_are_right(body, data):
     source = ChatTemplate(

@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 
 import msgspec
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.errors import BadRequest
@@ -63,14 +63,12 @@ def values(request: ChatRequest) -> str:
     return repr([bytes(field) if isinstance(field, msgspec.Raw) else field for field in fields])
 
 
-@settings(max_examples=150, deadline=None)
 @given(path=paths, body=bodies)
 @example(path=CHAT, body={"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]})
 def test_any_object_is_read_refused_or_left_to_the_engine(path, body):
     parse(path, json.dumps(body).encode())
 
 
-@settings(max_examples=150, deadline=None)
 @given(path=paths, body=st.sampled_from(examples), data=st.data())
 def test_damaged_bodies_are_read_refused_or_left_to_the_engine(path, body, data):
     raw = bytearray(json.dumps(body, ensure_ascii=data.draw(st.booleans())).encode())

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.prompt import tokenizer as module
@@ -73,7 +73,6 @@ def with_tokens(kind: str, added: list[AddedToken]) -> tokenizers.Tokenizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
 @given(added=added_tokens, texts=st.lists(texts, min_size=1, max_size=8))
 def test_cut_texts_have_the_ids_of_whole_ones(kind, added, texts):
     tokenizer = with_tokens(kind, added)
@@ -87,7 +86,6 @@ def test_cut_texts_have_the_ids_of_whole_ones(kind, added, texts):
 
 @pytest.mark.skipif(module.fastokens is None, reason="there is no fastokens for this platform")
 @pytest.mark.parametrize("kind", ["byte-level", "split", "prepend"])
-@settings(max_examples=30, deadline=None)
 @given(
     certain=st.lists(st.sampled_from(["<a>", "<b>", "<|c|>", "[D]", "[/D]"]), min_size=1, unique=True), data=st.data()
 )
@@ -100,7 +98,6 @@ def test_fastokens_gives_the_same_ids_for_cut_texts(kind, certain, data):
     assert b"".join(fast.encode(cutter.cut(text))) == pack(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     runs=st.lists(st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=8), min_size=1, max_size=6),
     chunk_tokens=st.integers(1, 5),
@@ -116,7 +113,6 @@ async def test_extended_chains_are_those_of_the_whole_sequence(runs, chunk_token
         assert await chains.hashes(chains.root("m", None, None), segments) == hasher.chain(hasher.root("m"), whole)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     requests=st.lists(st.lists(texts, max_size=6), min_size=1, max_size=8), max_bytes=st.sampled_from([0, 2_000, 2**20])
 )

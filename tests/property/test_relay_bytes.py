@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 import uvloop
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.peers import LAST_CHUNK, STREAM_HEAD, FakeWorker, Message, Wire, chunk, event, request, response
@@ -79,13 +79,11 @@ def line() -> Iterator[Line]:
         runner.run(line.close())
 
 
-@settings(max_examples=60, deadline=None)
 @given(body=BODIES, places=CUTS)
 def test_an_answer_of_known_length_arrives_whole(line: Line, body: bytes, places: list[int]) -> None:
     assert line.ask([request(CHAT)], cut(response(body), places)).body == body
 
 
-@settings(max_examples=80, deadline=None)
 @given(body=BODIES, chunk_places=CUTS, places=CUTS)
 def test_a_chunked_answer_arrives_with_its_framing(
     line: Line, body: bytes, chunk_places: list[int], places: list[int]
@@ -94,7 +92,6 @@ def test_a_chunked_answer_arrives_with_its_framing(
     assert line.ask([request(CHAT)], cut(STREAM_HEAD + frames, places)).raw_body == frames
 
 
-@settings(max_examples=40, deadline=None)
 @given(body=BODIES, chunk_places=CUTS, places=CUTS)
 def test_an_http_1_0_client_gets_the_same_without_framing(
     line: Line, body: bytes, chunk_places: list[int], places: list[int]
@@ -111,21 +108,18 @@ async def read_to_end(line: Line, raw: bytes, answer_pieces: list[bytes]) -> byt
         return (await client.read_message(until_close=True)).body
 
 
-@settings(max_examples=40, deadline=None)
 @given(body=BODIES, places=CUTS)
 def test_an_answer_that_ends_with_the_connection_arrives_whole(line: Line, body: bytes, places: list[int]) -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
     assert line.ask([request(CHAT)], cut(head + body, places), closes=True).body == body
 
 
-@settings(max_examples=60, deadline=None)
 @given(places=CUTS)
 def test_a_request_of_known_length_reaches_the_worker_whole(line: Line, places: list[int]) -> None:
     line.ask(cut(request(CHAT), places), [response()])
     assert line.worker.requests[-1].body == CHAT
 
 
-@settings(max_examples=60, deadline=None)
 @given(chunk_places=CUTS, places=CUTS)
 def test_a_chunked_request_reaches_the_worker_whole(line: Line, chunk_places: list[int], places: list[int]) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -1,7 +1,7 @@
 from math import ceil
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.ring import Ring
@@ -11,7 +11,6 @@ keys = st.binary(max_size=24)
 factors = st.floats(1.0, 4.0)
 
 
-@settings(max_examples=40, deadline=None)
 @given(names, st.lists(keys, min_size=1, max_size=30), st.data())
 def test_a_worker_that_leaves_moves_only_its_own_keys(workers, hashed, data):
     leaving = data.draw(st.sampled_from(workers))
@@ -25,7 +24,6 @@ def test_a_worker_that_leaves_moves_only_its_own_keys(workers, hashed, data):
             assert remaining[after.first(key)] == owner
 
 
-@settings(max_examples=40, deadline=None)
 @given(names, st.text(min_size=1, max_size=12), st.lists(keys, min_size=1, max_size=30))
 def test_a_worker_that_joins_takes_keys_and_moves_none_between_the_others(workers, newcomer, hashed):
     if newcomer in workers:
@@ -36,7 +34,6 @@ def test_a_worker_that_joins_takes_keys_and_moves_none_between_the_others(worker
         assert owner in (workers[before.first(key)], newcomer)
 
 
-@settings(max_examples=40, deadline=None)
 @given(names, keys, st.data())
 def test_the_order_of_the_list_does_not_matter(workers, key, data):
     shuffled = data.draw(st.permutations(workers))
@@ -44,7 +41,6 @@ def test_the_order_of_the_list_does_not_matter(workers, key, data):
     assert walks[0] == walks[1]
 
 
-@settings(max_examples=40, deadline=None)
 @given(names, st.lists(keys, max_size=60), factors)
 def test_no_load_ever_exceeds_the_bound(workers, hashed, factor):
     ring, loads = Ring(workers), np.zeros(len(workers))
@@ -55,7 +51,6 @@ def test_no_load_ever_exceeds_the_bound(workers, hashed, factor):
         assert loads[row] <= bound
 
 
-@settings(max_examples=40, deadline=None)
 @given(names, keys, st.data())
 def test_a_choice_among_some_rows_is_one_of_them(workers, key, data):
     rows = data.draw(st.lists(st.integers(0, len(workers) - 1), min_size=1, unique=True))
@@ -63,7 +58,6 @@ def test_a_choice_among_some_rows_is_one_of_them(workers, key, data):
     assert Ring(workers).bounded(key, np.array(loads), 1.25, rows) in rows
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), keys, st.data())
 def test_some_rows_are_met_in_the_order_in_which_all_are(size, key, data):
     ring = Ring([f"worker-{number}" for number in range(size)])

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.batch import BatchWorker
@@ -98,7 +98,6 @@ def run_by_run(arrivals: list[tuple[float, tuple[int, int, int]]]) -> tuple[list
 
 
 @given(requests)
-@settings(max_examples=200, deadline=None)
 def test_runs_of_steps_are_steps(drawn):
     at = 0.0
     arrivals = []

@@ -171,5 +171,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.free_blocks == sum(users == 0 for users in self.naive.users.values())
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(stateful_step_count=40)
 test_the_cache_does_what_a_naive_one_does = CacheMachine.TestCase

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from itertools import takewhile
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.cache import PLAIN_USE, BlockCache, BlockChain, BlockRemoved, FreeQueue, LastUse
@@ -43,7 +43,6 @@ chains = st.lists(st.integers(1, 2), min_size=1, max_size=6).map(
 
 @pytest.mark.parametrize("rule", EVICTIONS)
 @given(served=st.lists(st.tuples(chains, st.floats(0, 2), st.floats(0, 100)), min_size=1, max_size=40))
-@settings(max_examples=60, deadline=None)
 def test_no_block_goes_before_those_that_continue_it(rule, served):
     cache = BlockCache(BLOCKS + 1, SIZE, free=queue_of(rule))
     known: set[int] = set()
@@ -62,7 +61,6 @@ def test_no_block_goes_before_those_that_continue_it(rule, served):
 
 
 @given(served=st.lists(chains, min_size=1, max_size=60))
-@settings(max_examples=60, deadline=None)
 def test_least_recently_used_is_what_it_says(served):
     cache = BlockCache(BLOCKS + 1, SIZE, free=queue_of("lru"))
     naive: OrderedDict[int, None] = OrderedDict()

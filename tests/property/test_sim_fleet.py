@@ -106,7 +106,6 @@ def run(trace: Trace, fleet: FleetSettings, name: str) -> Simulation:
 
 
 @given(fleets, turns, st.booleans(), st.sampled_from(["expected-cost", "least-work", "round-robin"]))
-@settings(max_examples=60, deadline=None)
 def test_nothing_is_left_over_and_the_index_is_the_truth(fleet, drawn, closed_loop, name):
     simulation = run(trace_of(drawn, closed_loop), fleet, name)
     state = simulation.routers[0].fleet
@@ -125,7 +124,7 @@ def test_nothing_is_left_over_and_the_index_is_the_truth(fleet, drawn, closed_lo
 
 
 @given(fleets, turns, st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_run_repeats(fleet, drawn, closed_loop):
     one, other = (run(trace_of(drawn, closed_loop), fleet, "random") for _ in range(2))
     for name in ("_ttft_s", "_finish_s", "_worker"):

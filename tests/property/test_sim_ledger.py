@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config import WorkerConfig
@@ -28,7 +28,6 @@ happenings = st.lists(
 
 
 @given(happenings)
-@settings(max_examples=150, deadline=None)
 def test_both_count_alike(happened):
     registry = Registry()
     for name in NAMES:

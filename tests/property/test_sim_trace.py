@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.trace import TraceError, read_trace
@@ -31,7 +31,6 @@ def check(content: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=60, deadline=None)
 def test_any_bytes(content: bytes) -> None:
     check(content)
     check(json.dumps(MOONCAKE).encode() + b"\n" + content)
@@ -39,7 +38,6 @@ def test_any_bytes(content: bytes) -> None:
 
 
 @given(st.sampled_from([MOONCAKE, SESSION, LINE, HEAD]), st.data())
-@settings(max_examples=150, deadline=None)
 def test_a_field_that_is_something_else(line: dict[str, Any], data: st.DataObject) -> None:
     changed = json.loads(json.dumps(line))
     place = changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.cache import hash_blocks
@@ -29,7 +29,6 @@ def make_request(prompt: int, output: int, prefix: int) -> Request:
 
 
 @given(requests)
-@settings(max_examples=150, deadline=None)
 def test_every_request_is_served_within_the_limits(drawn):
     worker = Worker(LIMITS, find_profile("llama-3.1-8b/h100/1"))
     arrivals = [(at, make_request(*numbers), stays) for *numbers, at, stays in drawn]
