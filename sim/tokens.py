@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -239,8 +240,9 @@ def _fast_twin(exact: tokenizers.Tokenizer) -> Any:
     return fast if same else None
 
 
+@lru_cache(maxsize=4)
 def load_tokenizer(folder: Path | None) -> Tokenizer:
-    """Return the tokenizer of a model's folder, or one that needs no files.
+    """Return the tokenizer of a model's folder, or one that needs no files: one for all workers of a process.
 
     Raises:
         ValueError: the files are missing or unreadable.

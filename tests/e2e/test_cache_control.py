@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.gateway_rig import MODEL, fleet
 from tests.integration.test_cache_control import admin_of, ask, refusal
-from tests.integration.test_gateway import MODEL, fleet
 from tests.lmcache import asked, peer
 from tests.processes import ROOT, free_ports, running, wait_for
 

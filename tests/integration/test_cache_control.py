@@ -18,7 +18,7 @@ from gateway.app import Gateway
 from gateway.cli import app
 from gateway.config import Config
 from sim.server import SimWorker, WorkerSettings
-from tests.integration.test_gateway import FILES, MODEL, STORY, fleet, until
+from tests.gateway_rig import FILES, MODEL, STORY, admin_of, fleet, until
 from tests.lmcache import asked, peer, recorded
 from tests.processes import free_ports
 
@@ -27,12 +27,6 @@ PROMPT = {"model": MODEL, "prompt": STORY, "max_tokens": 2}
 LOAD = "POST /cache/prefetches"
 LOADED = {"instance_id": "worker-1", "request_id": "r1", "chunks": 2, "status": "submitted"}
 PROGRESS = "GET /cache/prefetches/worker-1/r1"
-
-
-@contextlib.asynccontextmanager
-async def admin_of(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.admin_port}", timeout=20) as client:
-        yield client
 
 
 @pytest.fixture

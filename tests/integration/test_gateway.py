@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,68 +10,28 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import pytest_asyncio
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.app import Gateway
 from gateway.config import Config
 from sim.server import SimWorker, WorkerSettings
-from tests.processes import ROOT, free_ports
+from tests.gateway_rig import FILES, MODEL, STORY, admin_of, fleet, ready, until
 
-MODEL = "tiny"
-FILES = ROOT / "sim" / "data" / "tiny-model"
-STORY = "The lighthouse keeper wrote down every ship that passed. " * 40
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-
-@contextlib.asynccontextmanager
-async def fleet(
-    workers: int = 2, adapters: tuple[str, ...] = (), capacity_tokens: int = 461_376, **sections: Any
-) -> AsyncIterator[Gateway]:
-    """A gateway before ``workers`` simulated ones, ready to serve."""
-    async with contextlib.AsyncExitStack() as stack:
-        entries = []
-        for number in range(workers):
-            events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
-            settings = WorkerSettings(
-                model=MODEL,
-                adapters=adapters,
-                tokenizer=FILES,
-                speed=50,
-                capacity_tokens=capacity_tokens,
-                kv_events=events,
-                kv_replay=replay,
-            )
-            worker = await stack.enter_async_context(SimWorker(settings))
-            published = {"endpoint": events, "replay_endpoint": replay}
-            entries.append({"name": f"worker-{number}", "url": worker.url, "kv_events": published})
-        config = {
-            "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0, "drain_s": 2},
-            "workers": entries,
-            "models": {MODEL: {"tokenizer": str(FILES)}},
-            "prompt": {"chunk_tokens": 32},
-            "log": {"requests": False, "level": "error"},
-        }
-        gateway = await stack.enter_async_context(Gateway(Config.model_validate(config | sections)))
-        await until(lambda: len(ready(gateway)) == workers)
-        yield gateway
+CONTEXT = 16_384
 
 
-def ready(gateway: Gateway) -> list[str]:
-    return [each.name for each in gateway.registry.workers.values() if each.state == "ready" and each.models]
-
-
-async def until(condition: Any, seconds: float = 15.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    async with fleet() as gateway:
+    """One for all tests of the module that do not ask for another."""
+    async with fleet(capacity_tokens=CONTEXT) as gateway:
         yield gateway
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
         base_url=f"http://127.0.0.1:{gateway.port}/v1", api_key="none", max_retries=0
@@ -80,9 +39,9 @@ async def client(gateway: Gateway) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def admin(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.admin_port}") as client:
+    async with admin_of(gateway) as client:
         yield client
 
 
@@ -136,7 +95,7 @@ async def test_the_openai_client_sees_the_gateways_errors_as_its_own(client: ope
 
 async def test_the_openai_client_sees_the_workers_errors_as_its_own(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        await client.completions.create(model=MODEL, prompt=[1] * 140_000, max_tokens=1)
+        await client.completions.create(model=MODEL, prompt=[1] * (CONTEXT + 1), max_tokens=1)
 
 
 async def test_models_are_listed_once_with_their_cards(client: openai.AsyncOpenAI) -> None:
@@ -234,14 +193,25 @@ async def test_explain_refuses_what_the_gateway_would_refuse(
 async def test_metrics_are_valid_and_count_requests_by_worker(
     client: openai.AsyncOpenAI, admin: httpx.AsyncClient
 ) -> None:
+    async def families() -> dict[str, Metric]:
+        text = (await admin.get("/metrics")).text
+        return {family.name: family for family in text_string_to_metric_families(text)}
+
+    def requests(families: dict[str, Metric]) -> float:
+        return sum(sample.value for sample in families["kvway_requests"].samples if sample.name.endswith("_total"))
+
     await client.completions.create(model=MODEL, prompt=STORY, max_tokens=1)
-    families = {family.name: family for family in text_string_to_metric_families((await admin.get("/metrics")).text)}
-    assert sum(sample.value for sample in families["kvway_requests"].samples if sample.name.endswith("_total")) == 1
-    assert families["kvway_in_flight_requests"].samples[0].value == 0
-    assert {sample.labels["worker"] for sample in families["kvway_kv_events"].samples} == {"worker-0", "worker-1"}
+    before = requests(await families())
+    await client.completions.create(model=MODEL, prompt=STORY, max_tokens=1)
+    after = await families()
+    assert requests(after) == before + 1
+    assert after["kvway_in_flight_requests"].samples[0].value == 0
+    assert {sample.labels["worker"] for sample in after["kvway_kv_events"].samples} == {"worker-0", "worker-1"}
 
 
-async def test_a_drained_worker_gets_no_new_requests(client: openai.AsyncOpenAI, admin: httpx.AsyncClient) -> None:
+async def test_a_drained_worker_gets_no_new_requests(
+    gateway: Gateway, client: openai.AsyncOpenAI, admin: httpx.AsyncClient
+) -> None:
     assert (await admin.post("/admin/workers/worker-0/drain")).json()["state"] == "draining"
     for number in range(4):
         answer = await client.completions.with_raw_response.create(
@@ -249,6 +219,7 @@ async def test_a_drained_worker_gets_no_new_requests(client: openai.AsyncOpenAI,
         )
         assert answer.headers["x-kvway-worker"] == "worker-1"
     assert (await admin.post("/admin/workers/worker-0/undrain")).json()["state"] == "starting"
+    await until(lambda: len(ready(gateway)) == 2)
     assert (await admin.post("/admin/workers/nobody/drain")).status_code == 404
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.app import Gateway
 from policies.base import known_policies
-from tests.integration.test_gateway import MODEL, STORY, fleet, until
+from tests.gateway_rig import MODEL, STORY, admin_of, fleet, until
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def client(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def admin(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.admin_port}") as client:
+    async with admin_of(gateway) as client:
         yield client
 
 

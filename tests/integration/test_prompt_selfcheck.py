@@ -20,8 +20,8 @@ from gateway.prompt.selfcheck import DIFFERENT, SAME, UNANSWERED, SelfCheck, fir
 from gateway.prompt.tokenizer import pack
 from sim.server import SimWorker
 from sim.settings import WorkerSettings
+from tests.gateway_rig import fleet
 from tests.integration.engine import HANG, Engine, until
-from tests.integration.test_gateway import fleet
 from tests.prompt_rig import CHAT, COMPLETIONS, TINY, candidates, ids_of, prompt_of
 
 WRONG = "{% for message in messages %}<|im_start|>{{ message.role }}:{{ message.content }}<|im_end|>{% endfor %}"

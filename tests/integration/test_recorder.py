@@ -14,7 +14,7 @@ from sim.engine import simulate
 from sim.fleet import FleetSettings
 from sim.trace import read_trace
 from tests.events_rig import until
-from tests.integration.test_gateway import MODEL, STORY, fleet
+from tests.gateway_rig import MODEL, STORY, fleet
 from tests.integration.test_processes import START_S, service
 from tests.sharing_rig import completion, config_for, sim_workers
 
