@@ -135,7 +135,11 @@ class SegmentCache:
         self._pending: dict[Pieces, asyncio.Task[dict[Pieces, Segment]]] = {}
 
     async def get(self, texts: Sequence[Pieces]) -> list[Segment]:
-        """Return the segments of ``texts``: without suspending if they are not many and known, or quick to encode."""
+        """Return the segments of ``texts``: without suspending if they are not many and known, or quick to encode.
+
+        More is encoded in parts, with turns for other streams in between, and very much in a thread: to hand it over
+        takes as long as to encode some 100,000 characters.
+        """
         if len(texts) > SEGMENTS_AT_ONCE:
             segments: list[Segment] = []
             for start in range(0, len(texts), SEGMENTS_AT_ONCE):
@@ -145,8 +149,11 @@ class SegmentCache:
         found, missing = self._look_up(texts)
         if not missing:
             return found
-        if sum(map(len, missing.values())) <= self._encoder.inline_chars:
+        sizes = [*map(len, missing.values())]
+        if sum(sizes) <= self._encoder.inline_chars:
             fresh = self._keep(missing, self._encoder.encode(list(missing.values())))
+        elif sum(sizes) <= self._encoder.loop_chars and max(sizes) <= self._encoder.inline_chars:
+            fresh = await self._encoded_in_parts(missing)
         else:
             fresh = await self._encoded(missing)
         return [fresh[text] if segment is _NONE else segment for text, segment in zip(texts, found, strict=True)]
@@ -175,6 +182,24 @@ class SegmentCache:
             return _NONE
         self.known.put(text, segment)
         return segment
+
+    async def _encoded_in_parts(self, texts: dict[Pieces, str]) -> dict[Pieces, Segment]:
+        """Encode texts on the event loop, ``inline_chars`` at a time."""
+        fresh: dict[Pieces, Segment] = {}
+        part: dict[Pieces, str] = {}
+        chars = 0
+        for text, joined in texts.items():
+            chars += len(joined)
+            if chars > self._encoder.inline_chars:
+                fresh |= self._keep(part, self._encoder.encode(list(part.values())))
+                part, chars = {}, len(joined)
+                await asyncio.sleep(0)
+            known = self.known.get(text)  # by now, if another request has it, too
+            if known is None:
+                part[text] = joined
+            else:
+                fresh[text] = known
+        return fresh | self._keep(part, self._encoder.encode(list(part.values())))
 
     async def _encoded(self, texts: dict[Pieces, str]) -> dict[Pieces, Segment]:
         """Encode texts in a thread, each once for all who wait for it."""

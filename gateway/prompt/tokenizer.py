@@ -40,9 +40,11 @@ class Encoder(Protocol):
 
     Attributes:
         inline_chars: how much text may be encoded on the event loop; more would delay other streams noticeably.
+        loop_chars: how much may be encoded there in all, if other streams get their turn in between.
     """
 
     inline_chars: int
+    loop_chars: int
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """Return one packed array of ids per text."""
@@ -57,6 +59,7 @@ class FastEncoder:
     """
 
     inline_chars = 65_536
+    loop_chars = 2**20
     group_chars = 24_576
 
     def __init__(self, tokenizer: Any) -> None:
@@ -80,7 +83,7 @@ class FastEncoder:
 class HuggingFaceEncoder:
     """Encoder on ``tokenizers``. Only its batch call lets other threads run."""
 
-    inline_chars = 4_096
+    inline_chars = loop_chars = 4_096
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -24,7 +24,7 @@ LEFT_TO_THE_ENGINE = {"tool addition"}
 class GptOssEncoder:
     """The model's tokenizer, as Harmony has it: gpt-oss's own is too large a file for tests."""
 
-    inline_chars = 10_000
+    inline_chars = loop_chars = 10_000
 
     def __init__(self):
         self.encoding = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)

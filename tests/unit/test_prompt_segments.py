@@ -18,6 +18,7 @@ class CountingEncoder:
     """Encodes a text to the code points of its characters, and counts how often."""
 
     inline_chars = 20
+    loop_chars = 60
 
     def __init__(self) -> None:
         self.encoded: list[str] = []
@@ -54,9 +55,23 @@ async def test_only_new_text_is_encoded(cache, encoder):
 
 
 async def test_long_new_text_is_not_encoded_on_the_event_loop(cache, encoder):
-    segments = await cache.get(["x" * 11, "y" * 10])
-    assert encoder.threads.isdisjoint({threading.get_ident()})
-    assert await cache.get(["x" * 11, "y" * 10]) == segments
+    for texts in (["x" * 21], ["a" * 16, "b" * 15, "c" * 15, "d" * 15]):
+        segments = await cache.get(texts)
+        assert encoder.threads.isdisjoint({threading.get_ident()})
+        assert await cache.get(texts) == segments
+
+
+async def test_others_get_their_turn_while_texts_are_encoded_on_the_event_loop(cache, encoder):
+    texts = ["a" * 9, "b" * 11, "c" * 20, "d" * 15]
+    running = asyncio.ensure_future(cache.get(texts))
+    await asyncio.sleep(0)
+    assert encoder.encoded == texts[:2]
+    first, *_, last = await cache.get(["a" * 9, "c" * 20, "d" * 15])  # another request, which comes in between
+    segments = await running
+    assert encoder.threads == {threading.get_ident()}
+    assert sorted(encoder.encoded) == ["a" * 9, "b" * 11, "c" * 20, "d" * 15]
+    assert [segment.ids for segment in segments] == [pack(map(ord, text)) for text in texts]
+    assert (segments[0], segments[3]) == (first, last)
 
 
 async def test_the_same_text_is_encoded_once_for_all_who_wait_for_it(cache, encoder):

@@ -28,6 +28,14 @@ def test_every_kind_of_tokenizer_encodes_as_hugging_face_does(kind, tmp_path):
     assert [unpacked(ids) for ids in loaded.encoder.encode(texts)] == expected
 
 
+def test_more_text_than_is_encoded_at_once_becomes_the_same_ids():
+    encoder = load_tokenizer(TINY).encoder
+    assert isinstance(encoder, FastEncoder)
+    texts = [*varied_texts(["<|im_start|>"]), *(f"text {number}. " * number for number in range(150))]
+    assert sum(map(len, texts)) > encoder.inline_chars
+    assert encoder.encode(texts) == HuggingFaceEncoder(reference()).encode(texts)
+
+
 @pytest.mark.parametrize(("kind", "encoder"), [("byte-level", FastEncoder), ("metaspace", HuggingFaceEncoder)])
 def test_fastokens_serves_where_it_can(kind, encoder, tmp_path):
     assert type(load_tokenizer(save(train(kind, SPECIALS), tmp_path)).encoder) is encoder
