@@ -113,13 +113,17 @@ class RedisIndex:
         if not chunks:
             return Residency.none(len(slots))
         masks = await self._ask(chunks) if self._others_rows.rows(slots).wanted else ()
-        ours, others = Residency.none(len(slots)), self._others_rows.rows(slots)
-        if self._table.has_any(slots):
-            ours = self._table.residency(tagged(chunks, chunks[0]), slots, chunk_tokens)
+        others = self._others_rows.rows(slots)
         if not others.wanted:
-            return ours
+            return self._residency_of_ours(chunks, slots, chunk_tokens)
         theirs = leading_runs(self._others_overlay.over(masks, chunks), others, chunk_tokens)
+        if not self._table.has_any(slots):
+            return theirs
+        ours = self._residency_of_ours(chunks, slots, chunk_tokens)
         return Residency(ours.hit_tokens + theirs.hit_tokens, ours.by_tier + theirs.by_tier)
+
+    def _residency_of_ours(self, chunks: Sequence[bytes], slots: Sequence[int], chunk_tokens: int) -> Residency:
+        return self._table.residency(tagged(chunks, chunks[0]), slots, chunk_tokens)
 
     def speculate(self, slot: int, chunks: Sequence[bytes]) -> SpeculativePrompt:
         """Count a prompt as held by ``slot``; see ``ChunkIndex``."""

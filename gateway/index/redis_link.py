@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from ssl import SSLContext
 from typing import Any, Final, cast
 
@@ -26,6 +27,17 @@ def pack(*command: bytes | str | float) -> bytes:
     return cast("Any", hiredis.pack_command)(command)  # type: ignore[no-any-return]
 
 
+class _Question:
+    """Commands that were sent together, and the answers that have come."""
+
+    __slots__ = ("answered", "answers", "n_commands")
+
+    def __init__(self, n_commands: int) -> None:
+        self.n_commands = n_commands
+        self.answers: list[Any] = []
+        self.answered: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+
+
 class Link(asyncio.BufferedProtocol):
     """An open connection; ``open_link`` makes one."""
 
@@ -33,7 +45,7 @@ class Link(asyncio.BufferedProtocol):
         self._parser: Any = hiredis.Reader(protocolError=InvalidResponse, replyError=ResponseError)
         self._buffer = bytearray(_READ_BYTES)
         self._transport: asyncio.Transport | None = None
-        self._waiting: deque[asyncio.Future[Any]] = deque()
+        self._waiting: deque[_Question] = deque()
 
     @property
     def is_open(self) -> bool:
@@ -41,21 +53,27 @@ class Link(asyncio.BufferedProtocol):
         return self._transport is not None
 
     async def ask(self, packed: bytes) -> Any:
-        """Send one command and return its answer. Cancelling only stops the waiting.
+        """Send one command and return its answer; see ``ask_all``."""
+        (answer,) = await self.ask_all([packed])
+        return answer
+
+    async def ask_all(self, commands: Sequence[bytes]) -> list[Any]:
+        """Send commands, at least one, together, and return their answers. Cancelling only stops the waiting.
 
         Raises:
-            ResponseError: the server refuses.
-            ConnectionError: the connection is closed, or was before the answer came.
+            ResponseError: the server refuses one of them.
+            ConnectionError: the connection is closed, or was before the answers came.
         """
         if self._transport is None:
             raise ConnectionResetError("the connection is closed")
-        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append(answered)
-        self._transport.write(packed)
-        answer = await answered
-        if isinstance(answer, ResponseError):
-            raise answer
-        return answer
+        question = _Question(len(commands))
+        self._waiting.append(question)
+        self._transport.write(b"".join(commands))
+        answers = await question.answered
+        for answer in answers:
+            if isinstance(answer, ResponseError):
+                raise answer
+        return answers
 
     def close(self) -> None:
         """Close the connection; whoever waits for an answer waits in vain."""
@@ -76,9 +94,12 @@ class Link(asyncio.BufferedProtocol):
         try:
             self._parser.feed(self._buffer, 0, nbytes)
             while (answer := self._parser.gets()) is not False:
-                answered = self._waiting.popleft()
-                if not answered.done():
-                    answered.set_result(answer)
+                question = self._waiting[0]
+                question.answers.append(answer)
+                if len(question.answers) == question.n_commands:
+                    self._waiting.popleft()
+                    if not question.answered.done():
+                        question.answered.set_result(question.answers)
         except (InvalidResponse, IndexError):  # it says what it was not asked
             self.close()
 
@@ -90,7 +111,7 @@ class Link(asyncio.BufferedProtocol):
         self._transport = None
         lost = ConnectionResetError(f"the connection was lost: {cause or 'closed'}")
         while self._waiting:
-            answered = self._waiting.popleft()
+            answered = self._waiting.popleft().answered
             if not answered.done():
                 answered.set_exception(lost)
 

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from functools import lru_cache
+from itertools import chain, groupby
 from typing import Any, Final
 
 from redis.exceptions import ResponseError
@@ -46,8 +47,10 @@ FREED_S: Final = 2 * TRUST_S
 _WRITE_TIMEOUT_S: Final = 10.0  # long: a write that is given up may still be carried out, and later than the next one
 _TAG_BYTES: Final = 2  # 65,536 tags for the 16,384 slots of a cluster
 _KEYS_PER_CALL: Final = 128  # a script keeps all other clients waiting, some 2 µs per key
+_KEYS_PER_MGET: Final = 64  # servers that know what is asked next fetch it from memory meanwhile
 _ENTRY_BYTES: Final = 3
 _LISTED_BYTES: Final = 12 * _ENTRY_BYTES  # shorter values are lists, longer ones are spread
+_MAX_LISTS: Final = 4096
 _FIRST_GENERATIONS: Final = 1 << 20
 _ON_THE_MOVE: Final = ("ASK ", "TRYAGAIN")  # a cluster moves these keys from one node to another
 
@@ -199,14 +202,14 @@ class RedisStore:
         tag = _tag(root)
         prefix = b"%b{%b}" % (self._prefix, tag)
         try:
-            values = await self._redis.link(tag).ask(_mget(prefix, chunks))
+            answers = await self._redis.link(tag).ask_all(_mgets(prefix, chunks))
         except ResponseError as error:
             if str(error).startswith(_ON_THE_MOVE):
                 return iter(())
             if not str(error).startswith("MOVED "):
                 raise
-            values = await self._redis.commands.mget([prefix + chunk for chunk in chunks])  # it learns the way
-        return _masks(values)
+            answers = [await self._redis.commands.mget([prefix + chunk for chunk in chunks])]  # it learns the way
+        return _masks(chain.from_iterable(answers))
 
     async def write(self, keys_by_nibble: Mapping[tuple[int, int], Sequence[bytes]]) -> None:
         """Set nibbles; a mask that becomes all zeros is deleted.
@@ -297,23 +300,28 @@ def _tag_of(key: bytes) -> bytes:
     return key[1 : 1 + 2 * _TAG_BYTES]
 
 
-def _mget(prefix: bytes, chunks: Sequence[bytes]) -> bytes:
-    """Return the command that reads ``prefix + chunk`` for all chunks. As all are equally long, a join packs them."""
+def _mgets(prefix: bytes, chunks: Sequence[bytes]) -> list[bytes]:
+    """Return the commands that read ``prefix + chunk`` for all chunks. As all are equally long, a join packs them."""
     before_chunk = b"\r\n$%d\r\n%b" % (len(prefix) + DIGEST_BYTES, prefix)
-    keys = before_chunk.join((b"", *chunks))
-    if len(keys) != len(chunks) * (len(before_chunk) + DIGEST_BYTES):
-        raise ValueError(f"a chunk hash is not {DIGEST_BYTES} bytes long")
-    return b"*%d\r\n$4\r\nMGET%b\r\n" % (len(chunks) + 1, keys)
+    commands = []
+    for start in range(0, len(chunks), _KEYS_PER_MGET):
+        some = chunks[start : start + _KEYS_PER_MGET]
+        keys = before_chunk.join((b"", *some))
+        if len(keys) != len(some) * (len(before_chunk) + DIGEST_BYTES):
+            raise ValueError(f"a chunk hash is not {DIGEST_BYTES} bytes long")
+        commands.append(b"*%d\r\n$4\r\nMGET%b\r\n" % (len(some) + 1, keys))
+    return commands
 
 
 def _masks(values: Iterable[bytes | None]) -> Iterator[tuple[int, int]]:
     for value, same in groupby(values):
-        yield _mask(value or b""), len(list(same))
+        mask = int.from_bytes(value, "little") if value and len(value) > _LISTED_BYTES else _listed(value or b"")
+        yield mask, len(list(same))
 
 
-def _mask(value: bytes) -> int:
-    if len(value) > _LISTED_BYTES:
-        return int.from_bytes(value, "little")
+@lru_cache(_MAX_LISTS)
+def _listed(value: bytes) -> int:
+    """Return the mask of a list. Most chunks have one holder or two, so the same lists come again and again."""
     mask = 0
     for at in range(0, len(value), _ENTRY_BYTES):
         mask |= value[at + 2] << N_TIERS * (value[at] << 8 | value[at + 1])

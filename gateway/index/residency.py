@@ -16,7 +16,6 @@ from policies.base import N_TIERS, Residency, Tier
 
 EVERY_TIER: Final = (1 << N_TIERS) - 1
 _LOWER_TIERS: Final = EVERY_TIER ^ (1 << Tier.HBM)
-_SUM_OF_TIERS: Final = np.ones(N_TIERS, np.int64)
 _FEW_BITS: Final = 12
 """Up to so many bits are cheaper to visit one by one than to unpack into an array (2 to 20 µs, by width)."""
 _FEW_ROWS: Final = 24
@@ -35,7 +34,7 @@ class Rows:
         positions: one position per row; -1 for a worker that holds nothing.
     """
 
-    __slots__ = ("row_of", "starts", "wanted", "zeros")
+    __slots__ = ("below", "everyone", "row_of", "starts", "wanted", "zeros")
 
     def __init__(self, positions: Sequence[int]) -> None:
         width = max(positions, default=-1) + 1
@@ -43,10 +42,12 @@ class Rows:
         self.row_of = np.array([width if position < 0 else position for position in positions], np.int64)
         self.starts = (N_TIERS * self.row_of).tolist() if len(positions) <= _FEW_ROWS else None
         self.zeros = bytes(8 * N_TIERS * (width + 1))
-        wanted = np.zeros(N_TIERS * (width + 1), np.uint8)
-        wanted[N_TIERS * self.row_of] = 1
-        wanted[N_TIERS * width :] = 0
-        self.wanted = int.from_bytes(np.packbits(wanted, bitorder="little").tobytes(), "little")
+        self.everyone = np.zeros(N_TIERS * (width + 1), np.int64)  # the bits of `wanted`
+        self.everyone[N_TIERS * self.row_of] = 1
+        self.everyone[N_TIERS * width :] = 0
+        packed = np.packbits(self.everyone.astype(np.uint8), bitorder="little")
+        self.wanted = int.from_bytes(packed.tobytes(), "little")
+        self.below = self.wanted * _LOWER_TIERS
 
 
 class RowCache:
@@ -98,37 +99,56 @@ def leading_runs(masks: Iterable[tuple[int, int]], rows: Rows, chunk_tokens: int
         held = mask & running  # in HBM
         if held != fastest:
             missing = running ^ held
-            lower = mask & missing * _LOWER_TIERS
-            if lower:
-                for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE):
+            if fastest is running and not mask & rows.below:  # all were in HBM, and those who remain still are
+                left, entered, running = missing, 0, held
+            else:
+                lower = mask & missing * _LOWER_TIERS
+                tier = 0
+                while lower:
+                    tier += 1
                     found = lower >> tier & missing
-                    held |= found << tier
-                    missing ^= found
-            running ^= missing
-            changed = held ^ fastest
+                    if found:
+                        held |= found << tier
+                        missing ^= found
+                        lower &= missing * _LOWER_TIERS
+                running ^= missing
+                changed = held ^ fastest
+                left, entered = changed & fastest, changed & held
             if seen:
-                _credit(tokens, changed & fastest, seen)
-                if entered := changed & held:
-                    _credit(tokens, entered, -seen)
+                _credit(tokens, left, seen, rows)
+                if entered:
+                    _credit(tokens, entered, -seen, rows)
             fastest = held
             if not running:
                 break
         seen += length * chunk_tokens
-    _credit(tokens, fastest, seen)
+    _credit(tokens, fastest, seen, rows)
     if rows.starts is not None:
         return Residency.of_lists([tokens[start : start + N_TIERS].tolist() for start in rows.starts])
     by_tier = np.frombuffer(tokens, np.int64).reshape(-1, N_TIERS).take(rows.row_of, 0)
-    return Residency(by_tier @ _SUM_OF_TIERS, by_tier)
+    flat = by_tier.reshape(-1)
+    halves = flat[::2] + flat[1::2]  # numpy is slow to sum rows of four
+    return Residency(halves[::2] + halves[1::2], by_tier)
 
 
-def _credit(tokens: array[int], bits: int, amount: int) -> None:
+def _credit(tokens: array[int], bits: int, amount: int, rows: Rows) -> None:
     """Add ``amount`` wherever ``bits`` has a bit."""
-    if bits.bit_count() <= _FEW_BITS:
-        while bits:
-            last = bits.bit_length() - 1
-            tokens[last] += amount
-            bits ^= 1 << last
+    if bits & (bits - 1) and bits.bit_count() > _FEW_BITS:
+        _credit_many(tokens, bits, amount, rows)
+        return
+    while bits:
+        last = bits.bit_length() - 1
+        tokens[last] += amount
+        bits ^= 1 << last
+
+
+def _credit_many(tokens: array[int], bits: int, amount: int, rows: Rows) -> None:
+    total = np.frombuffer(tokens, np.int64)
+    others = bits ^ rows.wanted
+    if others.bit_count() <= _FEW_BITS:
+        total += rows.everyone * amount
+        _credit(tokens, others & rows.wanted, -amount, rows)
+        _credit(tokens, others & bits, amount, rows)
     else:
         packed = np.frombuffer(bits.to_bytes((len(tokens) + 7) // 8, "little"), np.uint8)
-        everyone = np.frombuffer(tokens, np.int64)
-        everyone += np.unpackbits(packed, count=len(tokens), bitorder="little") * np.int64(amount)
+        total += np.unpackbits(packed, count=len(tokens), bitorder="little").astype(np.int64) * amount

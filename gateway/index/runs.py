@@ -3,7 +3,8 @@
 What was stored together is mostly looked up together. So a chunk leads to its *run*, a guess at the chunks that follow
 it in prompts, and to the one mask of them all: a lookup then compares a stretch of the prompt with the run's chunks,
 instead of finding each of them in a table larger than the processor's caches. A guess may be wrong, which costs time
-and nothing else.
+and nothing else. One that was right need not be compared again: a chunk's hash settles all the chunks before it, so a
+prompt that has the run's last chunk, just as far on as the run is long, has all of them.
 
 The runs are untracked by the garbage collector, which would stall the event loop walking a million of them. Nor may a
 dict grow too large: to grow or compact it takes some 50 ns per entry. Hence several, of ``_SHARD_CHUNKS`` or so; a
@@ -25,10 +26,15 @@ _RUN_CHUNKS: Final = 64
 
 
 class _Run(msgspec.Struct, gc=False, eq=False):
-    """Chunks with the same mask. One without chunks is dead."""
+    """Chunks with the same mask. One without chunks is dead.
+
+    Attributes:
+        in_order: whether some prompt is known to have them all, in this order; others may have been between them.
+    """
 
     chunks: tuple[bytes, ...]
     mask: int
+    in_order: bool = False
 
 
 _NO_RUN: Final = _Run((), 0)
@@ -65,20 +71,24 @@ class RunTable:
         return self._find(chunk).mask
 
     def masks(self, chunks: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """Yield the masks of ``chunks`` in order, as (mask, number of chunks that have it)."""
-        chunks = tuple(chunks)
-        start = 0
-        while start < len(chunks):
-            run = self._find(chunks[start])
+        """Yield the masks of a prompt's chunks, in order from its first, as (mask, number of chunks that have it)."""
+        chunks, shard_of = tuple(chunks), self._shard_of
+        start, n = 0, len(chunks)
+        while start < n:
+            chunk = chunks[start]
+            run = shard_of[chunk[-1]].get(chunk, _NO_RUN)
             known = run.chunks
             length = 1
             if len(known) > 1:
-                if known[0] != chunks[start]:
-                    known = known[known.index(chunks[start]) :]
-                length = len(known)
-                ahead = chunks[start : start + length]
-                if ahead != known:
-                    length = _n_common(ahead, known)
+                skipped = 0 if known[0] == chunk else known.index(chunk)
+                length = len(known) - skipped
+                stop = start + length
+                if not run.in_order or stop > n or chunks[stop - 1] != known[-1]:
+                    ahead = chunks[start:stop]
+                    if ahead != (known[skipped:] if skipped else known):
+                        length = _n_common(ahead, known[skipped:])
+                    elif not skipped:
+                        run.in_order = True
             yield run.mask, length
             start += length
 
@@ -149,6 +159,7 @@ class RunTable:
         if target.mask == mask and 0 < len(target.chunks) <= _RUN_CHUNKS - len(group):
             # Prompts are stored from their beginning and evicted from their end.
             target.chunks = target.chunks + group if latest is self._after_set else group + target.chunks
+            target.in_order = False
         else:
             target = latest[bits] = _Run(group, mask)
         for chunk in group:

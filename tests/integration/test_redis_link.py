@@ -25,6 +25,18 @@ async def test_answers_come_to_those_who_asked_however_many_ask_at_once(link: Li
     assert answers == [b"%d" % number for number in range(100)]
 
 
+async def test_commands_sent_together_are_answered_together_and_in_order(link: Link) -> None:
+    asked = [[pack("ECHO", f"{number} {part}") for part in range(number)] for number in range(1, 10)]
+    answers = await asyncio.gather(*map(link.ask_all, asked))
+    assert answers == [[b"%d %d" % (number, part) for part in range(number)] for number in range(1, 10)]
+
+
+async def test_a_refusal_of_one_of_several_is_raised_when_all_are_answered(link: Link) -> None:
+    with pytest.raises(ResponseError, match="unknown command"):
+        await link.ask_all([pack("ECHO", 1), pack("NOTHING"), pack("ECHO", 2)])
+    assert await link.ask_all([pack("ECHO", 3), pack("ECHO", 4)]) == [b"3", b"4"]
+
+
 async def test_an_answer_that_nobody_waits_for_any_more_is_nobody_elses(link: Link, valkey: Valkey) -> None:
     valkey.freeze()
     asking = spawn(link.ask(pack("ECHO", "late")), "ask")

@@ -57,6 +57,16 @@ def test_any_number_of_workers_may_leave_at_once(n: int) -> None:
     assert residency.hit_tokens.tolist() == [512] * n
 
 
+def test_nearly_everyone_may_leave_at_once_some_of_them_a_lower_tier() -> None:
+    tiers = [Tier.HOST if position in (3, 500) else Tier.HBM for position in range(1000)]
+    stays = mask((7, Tier.HBM), (500, Tier.HOST))
+    residency = leading_runs([(mask(*enumerate(tiers)), 2), (stays, 1)], Rows([*range(1000), -1, 1200]), 1)
+    expected = [[0, 2, 0, 0] if tier is Tier.HOST else [2, 0, 0, 0] for tier in tiers]
+    expected[7], expected[500] = [3, 0, 0, 0], [0, 3, 0, 0]
+    assert residency.by_tier.tolist() == [*expected, [0] * 4, [0] * 4]
+    assert residency.hit_tokens.tolist() == [sum(row) for row in residency.by_tier.tolist()]
+
+
 def test_masks_are_read_only_as_far_as_somebodys_run_goes() -> None:
     masks = iter([mask((0, Tier.HBM)), mask((1, Tier.HBM)), 7, 8, 9])
     leading_runs(each(masks), Rows([0]), 1)

@@ -52,6 +52,23 @@ def test_a_prompt_that_parts_from_a_run_shares_it_up_to_there(table: RunTable) -
     assert list(table.masks(chunks[:10])) == [(1, 10)]
 
 
+def test_a_guess_that_was_right_is_a_guess_again_when_the_run_grows(table: RunTable) -> None:
+    chunks, (other,) = prompt(4), prompt(1, seed=1)
+    table.set(chunks[:2], 1)
+    assert list(table.masks(chunks[:2])) == [(1, 2)]
+    table.set([other, chunks[3]], 1)
+    assert list(table.masks(chunks)) == [(1, 2), (0, 1), (1, 1)]
+
+
+def test_a_guess_that_was_right_is_wrong_when_chunks_between_are_gone(table: RunTable) -> None:
+    chunks = prompt(6)
+    table.set(chunks, 1)
+    assert list(table.masks(chunks)) == list(table.masks(chunks)) == [(1, 6)]
+    table.clear([chunks[2]], 1)
+    assert list(table.masks(chunks)) == [(1, 2), (0, 1), (1, 3)]
+    assert list(table.masks(chunks[3:])) == [(1, 3)]
+
+
 def test_long_prompts_are_several_runs(table: RunTable) -> None:
     chunks = prompt(512)
     table.set(chunks, 1)
