@@ -49,8 +49,8 @@ def test_without_ids_and_without_readable_json_nothing_is_made():
     assert with_token_ids(b'{"messages": [], "temperature": NaN}', pack(IDS)) is None
 
 
-async def test_where_ids_are_passed_on_no_message_is_taken_for_another_with_its_hash(monkeypatch):
-    monkeypatch.setattr("gateway.prompt.parsing.mmh3_x64_128_digest", lambda raw: b"the same")
+async def test_no_chat_gets_the_ids_of_another_with_the_same_hashes(monkeypatch):
+    monkeypatch.setattr("policies.chunks._digest", lambda data, seed: bytes(16))
     bodies = [{"messages": [{"role": "user", "content": letter * 10_000}]} for letter in "ab"]
     models = {"*": {"tokenizer": str(TINY), "pass_token_ids": True}}
     pipeline = PromptPipeline(Config.model_validate({"models": models}))
