@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
 from importlib.metadata import EntryPoint, entry_points
@@ -98,8 +97,7 @@ class Residency:
         return Residency(self.hit_tokens[rows], self.by_tier[rows])
 
 
-@dataclass(slots=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct):
     """What a policy may know of a request.
 
     Attributes:

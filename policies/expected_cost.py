@@ -32,6 +32,7 @@ from policies.base import (
     Breakdown,
     Decision,
     FleetView,
+    Floats,
     Residency,
     RoutingRequest,
     Tier,
@@ -192,7 +193,7 @@ class ExpectedCost:
             new = prompt - hit
             queued = pending_s + since - now
             wait = (queued + abs(queued)) * 0.5  # never below 0
-            work = prefill_seconds(new, hit, a, b, c)
+            work = a + new * (b + c * (hit + new * 0.5))  # `cost.prefill_seconds`, without the call
             if tiers is not None:
                 _, host, disk, remote = tiers
                 work = work + reload_seconds(host, disk, remote, host_s, disk_s, remote_s)
@@ -208,10 +209,12 @@ class ExpectedCost:
     def _over(self, terms: _Terms, prompt: int, fleet: FleetView) -> list[int]:
         """Return the rows whose load is above ``load_factor`` times the mean plus one request."""
         excess = terms.excess
-        if not self._params.bounded or _most(excess) <= 0:
+        factor, n = self._params.load_factor, len(fleet)
+        total_s = _total(excess)
+        if not self._params.bounded or _most(excess) <= max(0.0, factor * total_s / n):
             return []
-        total_s = _total(excess) + prompt * float(np.add.reduce(fleet.state[B]))
-        return _rows_above(excess, self._params.load_factor * total_s / len(fleet))
+        total_s += prompt * float(np.add.reduce(fleet.state[B]))
+        return _rows_above(excess, factor * total_s / n)
 
     def _choose(self, terms: _Terms, over: list[int], start: _Start, fleet: FleetView) -> tuple[int, str]:
         """Return the row and, where it was not the cost alone that decided, the reason."""
@@ -226,7 +229,8 @@ class ExpectedCost:
         near = _rows_up_to(costs, limit)
         if len(near) == 1:
             return near[0], ""
-        running = fleet.state[RUNNING]
+        column: Floats = fleet.state[RUNNING]
+        running = column.tolist() if len(fleet) <= SMALL_FLEET else column
         if start.fresh:
             return ring_for(fleet).bounded(start.key, running, self._params.load_factor, near), "ring"
         least = min([(terms.wait[row], running[row]) for row in near])

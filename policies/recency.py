@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence, Set
 from typing import Generic, TypeVar
 
+import msgspec
+
 Chunk = TypeVar("Chunk", bound=Hashable)
 
 
@@ -45,13 +47,10 @@ class Prefixes(Generic[Chunk]):
         return self._counts.keys()
 
 
-class _Nameless:
-    """Tokens that take room and cannot be found again."""
+class _Nameless(msgspec.Struct, gc=False, eq=False):
+    """Tokens that take room and cannot be found again. As there are many, the garbage collector is kept from them."""
 
-    __slots__ = ("tokens",)
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
+    tokens: int
 
 
 class PrefixLru(Generic[Chunk]):

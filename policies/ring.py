@@ -66,7 +66,9 @@ class Ring:
             return next(self.walk(key, rows))
         return self._owners[self._position(key) % len(self._owners)]
 
-    def bounded(self, key: bytes, loads: Floats, factor: float, rows: Collection[int] | None = None) -> int:
+    def bounded(
+        self, key: bytes, loads: Floats | list[float], factor: float, rows: Collection[int] | None = None
+    ) -> int:
         """Return the first row whose load, this request included, stays within ``⌈factor·(total + 1)/n⌉``.
 
         Args:
@@ -75,7 +77,8 @@ class Ring:
             factor: how far above the mean a worker may go, at least 1: then some worker always fits.
             rows: choose among these only (at least one); if none of them fits, the least loaded.
         """
-        bound = ceil(factor * (float(np.add.reduce(loads)) + 1) / self.size)
+        total = sum(loads) if isinstance(loads, list) else float(np.add.reduce(loads))
+        bound = ceil(factor * (total + 1) / self.size)
         passed = []
         for row in self.walk(key, rows):
             if loads[row] + 1 <= bound:

@@ -41,7 +41,9 @@ class ApproximateCache:
         """Forget what had to go for prompts that are being answered."""
         while self._crowded:
             slot = self._crowded.pop()
-            await self._evict(slot, self._caches[slot].make_room(self._index.running(slot)))
+            gone = self._caches[slot].make_room(self._index.running(slot))
+            if gone:
+                await self._evict(slot, gone)
 
     async def sent(
         self, slot: int, chunks: Sequence[bytes], chunk_tokens: int, capacity_tokens: float = 0, tokens: int = 0
@@ -65,7 +67,8 @@ class ApproximateCache:
         new, gone = cache.ended(chunks, tokens - len(chunks) * chunk_tokens, capacity, running)
         if new:
             await self._index.store(slot, new, Tier.HBM, chunks[0])
-        await self._evict(slot, gone)
+        if gone:
+            await self._evict(slot, gone)
 
     async def _evict(self, slot: int, gone: Sequence[tuple[bytes, bytes]]) -> None:
         evicted: dict[bytes, list[bytes]] = {}  # by root: the index takes one chain at a time

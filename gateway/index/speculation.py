@@ -109,7 +109,6 @@ class Overlay:
             speculation.forget_at = now + self._ttl_s
             self._run_no_more(speculation)
             self._settled.append(speculation)
-        self._expire()
 
     def forget(self, speculation: SpeculativePrompt) -> None:
         """Take ``speculation`` back; does nothing if that has happened already."""

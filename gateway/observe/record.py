@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from policies.base import RoutingRequest
 
@@ -18,8 +19,7 @@ class Outcome(StrEnum):
     CUT = "cut"  # the worker died after the first byte
 
 
-@dataclass(slots=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct):
     """One request's life. Times are monotonic seconds, 0 where the moment did not come."""
 
     request_id: str

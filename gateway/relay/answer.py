@@ -78,6 +78,7 @@ class Answer:
         status: the status that was sent, 0 until then.
         usage: token counts seen in the body, None where it has none to see.
         moved: set whenever body bytes pass; whoever looks for standstill clears it.
+        write: sends the next bytes of the body.
     """
 
     __slots__ = (
@@ -86,18 +87,18 @@ class Answer:
         "_head",
         "_last_payload",
         "_request",
-        "_write",
         "keep_alive",
         "moved",
         "started",
         "status",
         "usage",
+        "write",
     )
 
     def __init__(self, client: Client, request: RequestHead) -> None:
         self._client = client
         self._request = request
-        self._write = client.write
+        self.write = client.write
         self._head: ResponseHead | None = None
         self._dechunked = False
         self._last_payload = b""
@@ -137,15 +138,10 @@ class Answer:
         raw_head = head.for_client(added, self._dechunked)
         if self._dechunked:
             self._client.write(raw_head)
-            self._write = Dechunker(self._client.write).feed
-            self._write(data)
+            self.write = Dechunker(self._client.write).feed
+            self.write(data)
         else:
             self._client.write(raw_head + data)
-
-    def pass_on(self, data: bytes) -> None:
-        """Send the next bytes of the body."""
-        self.moved = True
-        self._write(data)
 
     def cut(self, error: GatewayError, upstream: Upstream | None) -> None:
         """End an answer whose worker will not: a stream with an error event, anything else with a reset.

@@ -45,6 +45,7 @@ class Exchange:
         head: the request's head.
         body: its body, complete before ``run``.
         answer: what the client gets.
+        on_upstream_payload: takes what ``on_upstream_data`` is going to bring, without framing, to look at it.
         task: what drives ``run``.
     """
 
@@ -71,6 +72,7 @@ class Exchange:
         "answer",
         "body",
         "head",
+        "on_upstream_payload",
         "task",
     )
 
@@ -88,6 +90,7 @@ class Exchange:
         self.head = head
         self.body = b""
         self.answer = Answer(client, head)
+        self.on_upstream_payload = self.answer.read
         self.task: asyncio.Task[None] | None = None
         # The attempt under way.
         self._route: Route | None = None
@@ -160,7 +163,10 @@ class Exchange:
             ):  # the worker has stopped being ready
                 self._leave()
                 continue
-            if (failure := await self._attempt()) is None:
+            self._begun = False
+            # A request that must not run twice never meets the keep-alive race: it gets a connection of its own.
+            failure = await services.upstream.of(route.worker).ask(self._send, fresh=not self._repeatable)
+            if failure is None:
                 return
             worker = self._leave()
             if apart is not None:
@@ -196,13 +202,6 @@ class Exchange:
         route.end(monotonic())
         return route.worker
 
-    async def _attempt(self) -> Failure | None:
-        """Send the request to its worker and see the answer through; None where the client has got one."""
-        assert self._route is not None
-        self._begun = False
-        # A request that must not run twice never meets the keep-alive race: it gets a connection of its own.
-        return await self._services.upstream.of(self._route.worker).ask(self._send, fresh=not self._repeatable)
-
     def _send(self, upstream: Upstream) -> asyncio.Future[Failure | None]:
         """Send the request over a connection; return what tells how the answer has ended."""
         route, head = self._route, self.head
@@ -227,14 +226,11 @@ class Exchange:
         if self._repeatable and head.status in RETRYABLE_STATUSES:
             self._collected = ErrorAnswer(head, self._record.worker)
 
-    def on_upstream_payload(self, payload: bytes) -> None:
-        """The same without framing, to be looked at."""
-        self.answer.read(payload)
-
     def on_upstream_data(self, data: bytes) -> None:
         """Bytes of the body."""
         if self._begun:
-            self.answer.pass_on(data)
+            self.answer.moved = True
+            self.answer.write(data)
         elif self._collected is None:
             self._begin(data)
         elif not self._collected.add(data):  # too much to keep: it is the answer
@@ -283,7 +279,7 @@ class Exchange:
             self._hand_over.begun(self._route)
         if self.answer.started:
             record.resumptions += 1
-            self.answer.pass_on(data)
+            self.answer.write(data)
         else:
             record.first_byte_at = now
             record.status = response.status

@@ -6,7 +6,6 @@ be known (no tokens, no index, a policy that fails) makes the choice poorer, nev
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from itertools import count
 from random import random
@@ -19,9 +18,10 @@ import numpy as np
 from gateway.config import RoutePath
 from gateway.errors import BadRequest, GatewayError, NoWorker
 from gateway.fleet.ledger import Fetch, Flight
-from gateway.fleet.registry import Candidates, Registry, State, Worker
+from gateway.fleet.registry import Candidates, State, Worker
 from gateway.index.base import Speculation
 from gateway.observe.record import RequestRecord
+from gateway.relay.naming import named_model, only_model
 from gateway.relay.pull import SourceHint
 from gateway.relay.retry import Failure, FailureKind, backoff_s
 from gateway.relay.services import Services
@@ -31,11 +31,8 @@ PROMPT_PATHS: Final = frozenset(get_args(RoutePath))
 """Requests whose prompt is read and whose worker is chosen by what it has cached."""
 
 _DEFAULT_OUTPUT_TOKENS: Final = 256
+_CAPACITY: Final = COLUMNS.index("kv_capacity_tokens")
 _PREFILL_A, _PREFILL_B, _PREFILL_C = (COLUMNS.index(f"prefill_{term}_s") for term in "abc")
-
-_FORM_FIELD_SPAN: Final = 4096
-"""Where a multipart form's ``model`` field is looked for: this much of its beginning and of its end."""
-_FORM_MODEL: Final = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
 
 _subset_versions = count(-1, -1)
 
@@ -135,7 +132,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
         GatewayError: the body is not a valid request, its model is not served, or no worker is there to serve it.
     """
     if path not in PROMPT_PATHS or method != b"POST":
-        model = _named_model(body) if body else None
+        model = named_model(body) if body else None
         if model is not None:
             services.registry.candidates(model)  # raises for a model nobody serves
         return Plan(model)
@@ -180,18 +177,6 @@ def prompt_path(path: str, body: bytes) -> str:
     return path
 
 
-def only_model(registry: Registry) -> str:
-    """Return the model a request means that names none: the only one there is.
-
-    Raises:
-        BadRequest: there are more.
-    """
-    models = {base for worker in registry.workers.values() for base in worker.models.values()}
-    if len(models) > 1:
-        raise BadRequest("The field 'model' is missing, and more than one model is served here.", param="model")
-    return next(iter(models), "")
-
-
 def has_others(services: Services, plan: Plan, tried: Collection[Worker]) -> bool:
     """Return whether a worker that was not tried yet could take the request."""
     return any(worker not in tried for worker in _workers(services, plan.model))
@@ -234,7 +219,9 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
         return Route(worker, services.ledger.dispatch(worker, 0, 0, 0.0, monotonic(), streamed=False))
     assert plan.model is not None and plan.policy is not None
     candidates, residency = await find_residency(services, plan.model, plan.request)
-    workers, fleet, residency = leave_out(tried, candidates, residency)
+    workers, fleet = candidates.workers, candidates.fleet
+    if tried:
+        workers, fleet, residency = leave_out(tried, candidates, residency)
     now = monotonic()
     services.ledger.advance(now)
     decision = decide(services, plan.policy, plan.request, fleet, residency, now)
@@ -272,8 +259,8 @@ async def remember(services: Services, route: Route, tokens: int) -> None:
         route: how the request went.
         tokens: its prompt and answer together, as far as they are known.
     """
-    worker, fleet = route.worker, services.registry.fleet
-    capacity_tokens = float(fleet.kv_capacity_tokens[worker.row]) if worker.row >= 0 else 0.0
+    worker = route.worker
+    capacity_tokens = services.registry.fleet.state.item(_CAPACITY, worker.row) if worker.row >= 0 else 0.0
     chunk_tokens = services.config.prompt.chunk_tokens
     await services.approximate.sent(worker.slot, route.chunks, chunk_tokens, capacity_tokens, tokens)
     # Where another replica keeps the worker's model, this tells it, and says so here until it has it in the index.
@@ -398,21 +385,3 @@ def _workers(services: Services, model: str | None) -> list[Worker]:
 def _least_loaded(services: Services, workers: list[Worker]) -> Worker:
     running = services.registry.running()
     return min(workers, key=lambda worker: running[worker.row] + random())  # a fraction: ties are broken by chance
-
-
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
-_decode_named = msgspec.json.Decoder(_Named).decode
-
-
-def _named_model(body: bytes) -> str | None:
-    """Return the model that a body names, in JSON or in a multipart form, without reading more than it must."""
-    if body.startswith(b"--"):
-        found = _FORM_MODEL.search(body[:_FORM_FIELD_SPAN]) or _FORM_MODEL.search(body[-_FORM_FIELD_SPAN:])
-        return found[1].decode("utf-8", "replace") if found else None
-    try:
-        return _decode_named(body).model
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
