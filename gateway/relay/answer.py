@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -10,7 +11,7 @@ from gateway.errors import GatewayError
 from gateway.observe.record import RequestRecord
 from gateway.relay.chunked import LAST_CHUNK, Dechunker, chunk
 from gateway.relay.head import Framing, RequestHead, ResponseHead
-from gateway.relay.sse import UsageReader, ends_event, error_event
+from gateway.relay.sse import UsageReader, error_event
 from gateway.relay.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Answer:
         keep_alive: whether the client's connection may carry another request afterwards.
         status: the status that was sent, 0 until then.
         usage: token counts seen in the body, None where it has none to see.
+        read: looks at the next piece of the body, without its framing.
         moved: set whenever body bytes pass; whoever looks for standstill clears it.
         write: sends the next bytes of the body.
     """
@@ -85,10 +87,10 @@ class Answer:
         "_client",
         "_dechunked",
         "_head",
-        "_last_payload",
         "_request",
         "keep_alive",
         "moved",
+        "read",
         "started",
         "status",
         "usage",
@@ -101,23 +103,18 @@ class Answer:
         self.write = client.write
         self._head: ResponseHead | None = None
         self._dechunked = False
-        self._last_payload = b""
         self.started = False
         self.keep_alive = request.keep_alive
         self.status = 0
         self.usage: UsageReader | None = None
+        self.read: Callable[[bytes], None] = _ignore
         self.moved = False
 
     def announce(self, head: ResponseHead) -> None:
         """Note a worker's head, which is not sent before ``begin``; a later worker's replaces it."""
         self._head = head
         self.usage = UsageReader() if head.is_readable else None
-
-    def read(self, payload: bytes) -> None:
-        """Look at a piece of the body."""
-        self._last_payload = payload
-        if self.usage is not None:
-            self.usage.feed(payload)
+        self.read = _ignore if self.usage is None else self.usage.feed
 
     def begin(self, added: bytes, data: bytes) -> None:
         """Send the announced head and the first bytes of the body.
@@ -152,10 +149,10 @@ class Answer:
         """
         assert self._head is not None, "only an answer that began can be cut"
         framing = self._head.framing
-        if not self._head.is_event_stream or framing in (Framing.LENGTH, Framing.NONE):
+        if self.usage is None or not self._head.is_event_stream or framing in (Framing.LENGTH, Framing.NONE):
             self._client.reset()
             return
-        event = error_event(error.body(), mid_event=not ends_event(self._last_payload))
+        event = error_event(error.body(), self.usage.mid_event)
         if self._dechunked or framing is Framing.UNTIL_CLOSE:
             self._client.write(event)
         elif (filling := upstream.filling() if upstream is not None else b"") is not None:
@@ -195,6 +192,10 @@ class Answer:
             lines.append("connection: close")
         head = "\r\n".join((*lines, "", "")).encode("latin-1")
         self._client.write(head if self._request.method == b"HEAD" else head + body)
+
+
+def _ignore(payload: bytes) -> None:
+    """Look at no piece of a body that cannot be read."""
 
 
 def own_headers(record: RequestRecord, config: ServerConfig) -> bytes:

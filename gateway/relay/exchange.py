@@ -223,6 +223,7 @@ class Exchange:
         self._response = head
         if not self.answer.started:
             self.answer.announce(head)
+            self.on_upstream_payload = self.answer.read
         if self._repeatable and head.status in RETRYABLE_STATUSES:
             self._collected = ErrorAnswer(head, self._record.worker)
 

@@ -38,6 +38,11 @@ class UsageReader:
         self.cached_tokens: int | None = None
         self._carry = b""
 
+    @property
+    def mid_event(self) -> bool:
+        """Whether an event stream has stopped inside an event."""
+        return bool(self._carry)
+
     def feed(self, payload: bytes) -> None:
         """Look at the next bytes of the body."""
         if self._carry:
@@ -91,8 +96,3 @@ def split_events(payload: bytes) -> tuple[list[bytes], bytes]:
     """Return the whole events that a piece of a stream begins with, without their ends, and the rest."""
     *events, rest = _EVENT_END.split(payload)
     return events, rest
-
-
-def ends_event(payload: bytes) -> bool:
-    """Return whether a piece of a stream ends where an event does."""
-    return payload.endswith(_EVENT_ENDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gateway.relay.sse import UsageReader, ends_event, error_event
+from gateway.relay.sse import UsageReader, error_event
 
 USAGE = {
     "prompt_tokens": 500,
@@ -89,8 +89,19 @@ def test_an_error_event_closes_an_event_it_interrupts() -> None:
     assert error_event(b'{"error":{}}', mid_event=True) == b'\n\ndata: {"error":{}}\n\n'
 
 
-def test_an_event_ends_with_an_empty_line() -> None:
-    assert ends_event(b"data: 1\n\n")
-    assert ends_event(b"data: 1\r\n\r\n")
-    assert not ends_event(b"data: {")
-    assert not ends_event(b"data: 1\n")
+@pytest.mark.parametrize(
+    ("pieces", "mid_event"),
+    [
+        ([b"data: 1\n\n"], False),
+        ([b"data: 1\r\n\r\n"], False),
+        ([b"data: {"], True),
+        ([b"data: 1\n"], True),
+        ([b"data: 1\n", b"\n"], False),
+        ([b"data: 1\n\n", b'data: {"usage": {'], True),
+    ],
+)
+def test_a_stream_is_between_events_after_an_empty_line(pieces: list[bytes], mid_event: bool) -> None:
+    reader = UsageReader()
+    for piece in pieces:
+        reader.feed(piece)
+    assert reader.mid_event is mid_event
