@@ -21,10 +21,10 @@ demo: $(VENV)/ready ## four simulated workers, two policies, one table (under tw
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/ready ## the fast tests (under five minutes on two cores)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/ready ## the fast tests, the slow ones, and five times as many examples of every property
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not e2e' --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not e2e' --hypothesis-profile=thorough
 
 lint: $(VENV)/ready ## ruff and mypy
 	$(BIN)/ruff check .

@@ -5,13 +5,9 @@ Its coordinator and its cache server run without CUDA; of what the wheel asks fo
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import venv
-from pathlib import Path
+from tests.e2e.environment import Environment, make
 
 LMCACHE = "0.5.6"
-TORCH = "2.13.0"
 NEEDED = (
     "aiofile",
     "aiofiles",
@@ -47,17 +43,11 @@ NEEDED = (
 )
 
 
-def main() -> None:
-    root = Path(sys.argv[1]).resolve()
-    done = root / f"lmcache-{LMCACHE}.ready"
-    if done.exists():
-        return
-    venv.create(root, with_pip=True, clear=True)
-    pip = [str(root / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, f"torch=={TORCH}", *NEEDED], check=True)
-    subprocess.run([*pip, "--no-deps", f"lmcache=={LMCACHE}"], check=True)
-    done.touch()
+def fill(environment: Environment) -> None:
+    """Install LMCache."""
+    environment.install(*NEEDED)
+    environment.install("--no-deps", f"lmcache=={LMCACHE}")
 
 
 if __name__ == "__main__":
-    main()
+    make(f"lmcache-{LMCACHE}", fill)

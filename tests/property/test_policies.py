@@ -19,8 +19,8 @@ DRAWING = {
     "random": {"seed": 1},
 }
 """Policies that draw lots, with parameters that make the draws repeat."""
-FEW = settings(max_examples=8)
-"""Examples per policy."""
+FEW = settings(max_examples=settings.default.max_examples // 6)
+"""Examples per policy: there are many policies."""
 NOT_EXPLORING = {"predicted-latency": {"explore": 0.0}, "power-of-two": {"seed": 1}}
 UNORDERED = sorted(set(ALL) - {"power-of-two", "random", "round-robin"})
 BY_LOAD = sorted(set(ALL) - {"random", "round-robin", "session"})

@@ -87,7 +87,7 @@ def check(source: ChatTemplate, drafter: PlanDrafter, bodies: list[dict[str, obj
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())
 def test_plans_of_the_common_families_are_right(name, data):
     shape = data.draw(shapes)

@@ -124,7 +124,7 @@ def test_nothing_is_left_over_and_the_index_is_the_truth(fleet, drawn, closed_lo
 
 
 @given(fleets, turns, st.booleans())
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 3)
 def test_a_run_repeats(fleet, drawn, closed_loop):
     one, other = (run(trace_of(drawn, closed_loop), fleet, "random") for _ in range(2))
     for name in ("_ttft_s", "_finish_s", "_worker"):

@@ -108,6 +108,7 @@ def test_the_limit_is_the_same_load_on_a_cache_that_is_never_full():
     assert unbounded["kv_in_use"] == pytest.approx(bounded["kv_in_use"] / NEVER_EVICTS.hbm, rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (TRACES / CLAUDE_CODE).exists(), reason=f"{TRACES / CLAUDE_CODE} is not there")
 def test_users_follow_from_the_working_set_over_the_capacity():
     few, many = (

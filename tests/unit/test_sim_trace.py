@@ -217,6 +217,7 @@ def test_a_closed_loop_needs_sessions(tmp_path: Path) -> None:
     assert not read_trace(write(tmp_path / "c.jsonl", SESSION), closed_loop=False).closed_loop
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason=f"the published traces are not in {SHARED}")
 def test_the_published_traces_have_the_published_hit_rates() -> None:
     mooncake = read_trace(SHARED / "mooncake_conversation.jsonl.gz")
