@@ -9,6 +9,7 @@ from typing import Final, Protocol
 from gateway.relay.upstream import UpstreamPool
 
 TICK_S: Final = 0.25
+_AT_ONCE: Final = 100  # connections, before others have their turn on the event loop: thousands take milliseconds
 
 
 class Swept(Protocol):
@@ -44,9 +45,16 @@ class Sweeper:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._sweep)
 
     def _sweep(self) -> None:
+        self._sweep_on(list(self._watched))
+
+    def _sweep_on(self, connections: list[Swept]) -> None:
         now = time.monotonic()
-        for connection in list(self._watched):
-            connection.sweep(now)
+        for connection in connections[:_AT_ONCE]:
+            if connection in self._watched:
+                connection.sweep(now)
+        if len(connections) > _AT_ONCE:
+            asyncio.get_running_loop().call_soon(self._sweep_on, connections[_AT_ONCE:])
+            return
         pooled = self._upstream.reap(now)
         if self._watched or pooled:
             self._arm()
