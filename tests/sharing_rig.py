@@ -14,40 +14,20 @@ from gateway.admin.explain import explain
 from gateway.app import Gateway
 from gateway.config import Config
 from gateway.fleet.registry import NO_SLOT, State
-from sim.server import SimWorker, WorkerSettings
+from sim.server import SimWorker
 from tests.events_rig import until
-from tests.sim_clients import TINY
+from tests.gateway_rig import FILES, MODEL, entries
 from tests.valkey import Valkey
 
-MODEL = "tiny"
 _namespaces = count()
-
-
-@contextlib.asynccontextmanager
-async def sim_workers(n: int, events: bool = True, **settings: Any) -> AsyncIterator[list[SimWorker]]:
-    """Run simulated workers, 50 times as fast as a GPU unless told otherwise."""
-    given: dict[str, Any] = {"model": MODEL, "tokenizer": TINY, "speed": 50.0}
-    if events:
-        given |= {"kv_events": "tcp://127.0.0.1:0", "kv_replay": "tcp://127.0.0.1:0"}
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(SimWorker(WorkerSettings(**given | settings))) for _ in range(n)]
 
 
 def config_for(workers: Sequence[SimWorker], url: str, **sections: Any) -> dict[str, Any]:
     """Return the configuration of a replica, as data."""
-    entries = []
-    for number, worker in enumerate(workers):
-        entry: dict[str, Any] = {"url": worker.url, "name": f"w{number}"}
-        if worker.publisher is not None:
-            entry["kv_events"] = {
-                "endpoint": worker.publisher.endpoint,
-                "replay_endpoint": worker.publisher.replay_endpoint,
-            }
-        entries.append(entry)
     config = {
         "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0, "drain_s": 5},
-        "workers": entries,
-        "models": {"*": {"tokenizer": str(TINY)}},
+        "workers": entries(workers, "w"),
+        "models": {"*": {"tokenizer": str(FILES)}},
         "prompt": {"chunk_tokens": 16},
         "index": {"backend": "redis", "url": url, "namespace": f"sharing-{next(_namespaces)}", "timeout_s": 0.5},
         "policy": {"name": "expected-cost"},

@@ -19,8 +19,9 @@ from gateway.config import Config
 from gateway.errors import ConfigError
 from gateway.processes.supervisor import supervise
 from tests.events_rig import until
+from tests.gateway_rig import sim_workers
 from tests.processes import free_ports, kvway, running, write_config
-from tests.sharing_rig import completion, config_for, sim_workers
+from tests.sharing_rig import completion, config_for
 
 START_S = 40
 

@@ -14,9 +14,9 @@ from sim.engine import simulate
 from sim.fleet import FleetSettings
 from sim.trace import read_trace
 from tests.events_rig import until
-from tests.gateway_rig import MODEL, STORY, fleet
+from tests.gateway_rig import MODEL, STORY, fleet, sim_workers
 from tests.integration.test_processes import START_S, service
-from tests.sharing_rig import completion, config_for, sim_workers
+from tests.sharing_rig import completion, config_for
 
 
 async def test_recorded_traffic_can_be_simulated(tmp_path: Path) -> None:

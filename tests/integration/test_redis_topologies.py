@@ -28,9 +28,10 @@ from gateway.sharing.store import SharingStore
 from gateway.tasks import spawn, stop
 from policies.base import Tier
 from tests.events_rig import until
+from tests.gateway_rig import sim_workers
 from tests.processes import running
 from tests.residency import hits, prompt
-from tests.sharing_rig import all_predict, ask, is_settled, replicas, sim_workers
+from tests.sharing_rig import all_predict, ask, is_settled, replicas
 from tests.valkey import SentinelService, Valkey, cluster_url, free_port, valkey_cluster
 
 _namespaces = count()

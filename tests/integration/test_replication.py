@@ -24,9 +24,10 @@ from policies.chunks import ChunkHasher
 from sim.faults import Fault
 from sim.server import SimWorker
 from tests.events_rig import until
+from tests.gateway_rig import sim_workers
 from tests.peers import FakeWorker, Message, Wire, request
 from tests.relay_rig import relay
-from tests.sharing_rig import ask, completion, config_for, predicted, replicas, sim_workers
+from tests.sharing_rig import ask, completion, config_for, predicted, replicas
 from tests.valkey import Valkey
 
 STORY = "The lighthouse keeper wrote down every ship that passed. " * 12

@@ -14,18 +14,9 @@ import redis
 from gateway.app import Gateway
 from gateway.tasks import spawn, stop
 from tests.events_rig import until
+from tests.gateway_rig import sim_workers
 from tests.processes import kvway, running, write_config
-from tests.sharing_rig import (
-    all_predict,
-    ask,
-    config_for,
-    is_settled,
-    metric,
-    owners,
-    predicted,
-    replicas,
-    sim_workers,
-)
+from tests.sharing_rig import all_predict, ask, config_for, is_settled, metric, owners, predicted, replicas
 from tests.valkey import Valkey
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20

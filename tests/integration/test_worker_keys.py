@@ -12,12 +12,12 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.config import Config
-from tests.gateway_rig import ready, until
+from tests.gateway_rig import ready, sim_workers, until
 from tests.integration.test_cache_control import admin_of
 from tests.integration.test_cache_control import ask as steer
 from tests.integration.test_check import config_of, findings_of, problems, simulated
 from tests.integration.test_replication import ONE_WORKER, REPLICATION, STORY, USES, look, warm_ups
-from tests.sharing_rig import ask, completion, config_for, predicted, sim_workers
+from tests.sharing_rig import ask, completion, config_for, predicted
 
 KEY = "key-of-the-engines"
 CLIENTS = {"authorization": f"Bearer {KEY}"}
