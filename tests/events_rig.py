@@ -15,7 +15,7 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from gateway.events.assembler import Changes
+from gateway.events.changes import Changes
 from gateway.tasks import spawn, stop
 from policies.base import Tier
 from policies.chunks import ChunkHasher

@@ -27,31 +27,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from gateway.events.blocks import ALONE, EVERY_TIER, JOIN, NO_BLOCKS, TIERS_OF, Block, holders, holders_with_pool
+from gateway.events.changes import Changes, runs_of
 from gateway.events.decode import Event, Hash, Removed, Stored
 from policies.base import Tier
 from policies.chunks import TOKEN_BYTES, ChunkHasher
 
 MAX_BLOCKS: Final = 2_000_000
 MAX_ORPHANS: Final = 50_000
-
-
-class ChunkRun(NamedTuple):
-    """Chunks whose chains begin with the same chunk, ``root``."""
-
-    tier: Tier
-    root: bytes
-    chunks: list[bytes]
-
-
-class Changes(NamedTuple):
-    """What to do to the index, in this order: clear, store, remove."""
-
-    cleared: bool
-    stored: list[ChunkRun]
-    removed: list[ChunkRun]
+_HBM: Final = Tier.HBM  # to look up a member of an enumeration takes longer than most of what is done here
+_IN_HBM: Final = 1 << _HBM
 
 
 class Assembler:
@@ -157,12 +144,12 @@ class Assembler:
 
     def take(self) -> Changes:
         """Return what has changed in terms of chunks since the last call. What came and went does not show."""
-        changes = Changes(self._cleared, _runs(self._stored), _runs(self._removed))
+        changes = Changes(self._cleared, runs_of(self._stored), runs_of(self._removed))
         self._cleared = False
         return changes
 
     def _store(self, event: Stored, keyed: bool) -> None:
-        if not self._stands(event.group):
+        if event.group != self._group and not self._stands(event.group):
             return
         tokens, extras = event.tokens, event.extras
         if tokens and self._group is None:
@@ -192,17 +179,19 @@ class Assembler:
             parent, before = key, block
 
     def _remove(self, event: Removed) -> None:
-        if not self._stands(event.group):
+        if event.group != self._group and not self._stands(event.group):
             return
-        if event.tier is not Tier.HBM and self._young:
-            for tier in Tier if event.tier is None else (event.tier,):
+        named = EVERY_TIER if event.tier is None else 1 << event.tier
+        if self._young and named != _IN_HBM:
+            for tier in TIERS_OF[named]:
                 self._young.pop(tier, None)
                 self._old.pop(tier, None)
+        blocks = self._blocks
         for key in event.hashes:
-            block = self._blocks.get(key)
+            block = blocks.get(key)
             if block is None:
                 continue
-            gone = block.tiers if event.tier is None else block.tiers & 1 << event.tier
+            gone = block.tiers & named
             if self._copies:
                 for tier in TIERS_OF[gone]:
                     if self._drop_copy(key, tier):
@@ -211,7 +200,8 @@ class Assembler:
             if tiers or block.next is not None:
                 self._change(block, tiers)
             else:
-                self._set(block, 0, NO_BLOCKS)
+                if block.chunks:
+                    self._set(block, 0, NO_BLOCKS)
                 self._forget(key, block)
 
     def _describes(self, event: Stored) -> bool:
@@ -220,7 +210,7 @@ class Assembler:
         A copy below HBM may lack that, unless it was never told otherwise or some of it is there. A copy is as long as
         its original: blocks of another length are of a store that has its own.
         """
-        if event.tier is Tier.HBM:
+        if event.tier is _HBM:
             self._block_size = event.block_size
             return True
         if self.heard_all or event.salt is not None or event.extras is not None:
@@ -233,7 +223,7 @@ class Assembler:
 
     def _hold(self, key: Hash, block: Block, tier: Tier) -> None:
         if block.tiers >> tier & 1:
-            if tier is Tier.HBM and not self.counts_copies:
+            if tier is _HBM and not self.counts_copies:
                 return
             self._copies[key, tier] = self._copies.get((key, tier), 0) + 1
         else:
@@ -269,13 +259,18 @@ class Assembler:
 
     def _attach(self, key: Hash, block: Block, before: Block, tiers: int) -> None:
         """Carry the chain from ``before``, at whose end ``block`` begins, to the end of ``block``."""
-        before.link(key)
+        if before.next is None:
+            before.next = key
+        else:
+            before.link(key)
         block.chain = before.chain
         block.root = before.root
         block.open = before.open + len(block.tokens) // TOKEN_BYTES
         if block.open >= self._hasher.chunk_tokens:
             self._complete(block, before.open)
-        self._set(block, tiers, before.onward())
+            self._set(block, tiers, before.onward())
+        else:
+            block.tiers, block.standing = tiers, JOIN[before.onward()][tiers]
 
     def _complete(self, block: Block, missing: int) -> None:
         """Hash the chunks that end in ``block``; the first of them began ``missing`` tokens before it."""
@@ -388,15 +383,3 @@ class Assembler:
         if not block.tiers and block.next is None:
             self._forget(key, block)
             self.heard_all = False  # copies of it may yet be announced
-
-
-def _runs(pending: dict[Tier, dict[bytes, bytes]]) -> list[ChunkRun]:
-    """Group chunks by tier and chain, and empty ``pending``."""
-    runs = []
-    for tier, chunks in pending.items():
-        chains: dict[bytes, list[bytes]] = {}
-        for chunk, root in chunks.items():
-            chains.setdefault(root, []).append(chunk)
-        runs += [ChunkRun(tier, root, members) for root, members in chains.items()]
-        chunks.clear()
-    return runs

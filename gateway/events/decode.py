@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -23,24 +23,22 @@ from policies.chunks import TOKEN_BYTES
 Hash = int | bytes | str
 """An engine's own name for a block: opaque here, and never compared across workers."""
 
-_MEDIA: Final[Mapping[str | None, Tier]] = MappingProxyType(
-    {
-        None: Tier.HBM,
-        "GPU": Tier.HBM,
-        "HBM": Tier.HBM,
-        "DEVICE": Tier.HBM,
-        "CPU": Tier.HOST,
-        "CPU_PINNED": Tier.HOST,
-        "DRAM": Tier.HOST,
-        "HOST": Tier.HOST,
-        "HOST_PINNED": Tier.HOST,
-        "DISK": Tier.DISK,
-        "FS": Tier.DISK,
-        "NVME": Tier.DISK,
-        "SSD": Tier.DISK,
-        "STORAGE": Tier.DISK,
-    }
-)
+_tier_of: Final = {
+    None: Tier.HBM,
+    "GPU": Tier.HBM,
+    "HBM": Tier.HBM,
+    "DEVICE": Tier.HBM,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "DRAM": Tier.HOST,
+    "HOST": Tier.HOST,
+    "HOST_PINNED": Tier.HOST,
+    "DISK": Tier.DISK,
+    "FS": Tier.DISK,
+    "NVME": Tier.DISK,
+    "SSD": Tier.DISK,
+    "STORAGE": Tier.DISK,
+}.get
 # Groups of a hybrid model whose blocks, once stored, serve any later prompt that begins with the same tokens.
 _PREFIX_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 _U64: Final = (1 << 64) - 1
@@ -211,7 +209,7 @@ def decode_batch(payload: bytes) -> Batch:
     known = batch.events
     for raw in events:
         try:
-            event = _event(raw)
+            event = _READERS.get(type(raw), _unusual)(raw)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
             batch.bad += 1
             continue
@@ -239,24 +237,14 @@ def _decode_unusual(payload: bytes) -> tuple[Batch, list[Any]]:
 
 
 def _seconds(value: object) -> float:
+    if type(value) is float and 0 <= value <= _MILLISECONDS:
+        return value
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return 0.0
     return value / 1000 if value > _MILLISECONDS else float(value)
 
 
-def _event(raw: Any) -> Event | None:
-    kind = type(raw)
-    if kind is _StoredFields:
-        return _stored(raw)
-    if kind is _RemovedFields:
-        return _removed(raw)
-    if kind is _ClearedFields:
-        return Cleared()
-    fields = _fields(raw)
-    return None if fields is None else _event(fields)
-
-
-def _fields(raw: Any) -> _Fields | None:
+def _unusual(raw: Any) -> Event | None:
     """Bring an event of another shape, or under other names, into the usual struct; None if its type is unknown."""
     if isinstance(raw, dict):
         kind = _FIELDS.get(raw.get("type") or raw["event_type"])
@@ -266,12 +254,18 @@ def _fields(raw: Any) -> _Fields | None:
         values = {} if kind is None else dict(zip(kind.__struct_fields__, raw[1:], strict=False))
     else:
         raise TypeError("an event is a map or an array")
-    return None if kind is None else msgspec.convert(values | {"type": kind.__struct_config__.tag}, kind)
+    if kind is None:
+        return None
+    return _READERS[kind](msgspec.convert(values | {"type": kind.__struct_config__.tag}, kind))
 
 
 def _removed(raw: _RemovedFields) -> Removed:
     everywhere = raw.medium is None and raw.locality != "REMOTE"
-    return Removed([_hash(value) for value in raw.block_hashes], None if everywhere else _tier(raw), raw.group_idx)
+    return Removed(_hashes(raw.block_hashes), None if everywhere else _tier(raw), raw.group_idx)
+
+
+def _cleared(_raw: _ClearedFields) -> Cleared:
+    return Cleared()
 
 
 def _stored(raw: _StoredFields) -> Stored | None:
@@ -282,14 +276,14 @@ def _stored(raw: _StoredFields) -> Stored | None:
         parent = _hash(parent)
     elif raw.base_block_idx:
         return None  # blocks from the middle of a prompt that do not say of which
-    hashes = [_hash(value) for value in raw.block_hashes]
+    hashes = _hashes(raw.block_hashes)
     tokens = _pack(raw.token_ids)
     block_size = raw.block_size or 0
     if tokens and len(tokens) != len(hashes) * block_size * TOKEN_BYTES:
         raise ValueError("token ids do not fill the blocks")
     lora = raw.lora_name or (f"#{raw.lora_id}" if raw.lora_id else None)
-    stored = Stored(hashes, parent, tokens, block_size, _tier(raw), lora, group=raw.group_idx)
-    stored.salt = raw.cache_salt or raw.additional_salt or None
+    salt = raw.cache_salt or raw.additional_salt or None
+    stored = Stored(hashes, parent, tokens, block_size, _tier(raw), lora, salt, None, raw.group_idx)
     keys = raw.extra_keys
     if keys and any(keys):
         _read_extra_keys(stored, keys)
@@ -324,6 +318,12 @@ def _read_extra_keys(stored: Stored, keys: list[Any]) -> None:
         stored.extras = extras
 
 
+def _hashes(values: list[Any]) -> list[Hash]:
+    if len(values) == 1:  # while an engine decodes
+        return [_hash(values[0])]
+    return [value & _U64 if type(value) is int else _hash(value) for value in values]
+
+
 def _hash(value: Any) -> Hash:
     """Check a hash's type. SGLang's integers are signed: made unsigned, the same hash has one form everywhere."""
     if type(value) is int:
@@ -345,11 +345,18 @@ def _tier(raw: _StoredFields | _RemovedFields) -> Tier:
     """Return where blocks lie; without a medium that is HBM, and a medium unknown here counts as the slowest tier."""
     if raw.locality == "REMOTE":
         return Tier.REMOTE
-    tier = _MEDIA.get(raw.medium)
-    return _MEDIA.get(str(raw.medium).upper(), Tier.REMOTE) if tier is None else tier
+    tier = _tier_of(raw.medium)
+    return _tier_of(str(raw.medium).upper(), Tier.REMOTE) if tier is None else tier
 
 
 def _text(value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     raise TypeError("not text")
+
+
+_READERS: Final[dict[type, Callable[[Any], Event | None]]] = {
+    _StoredFields: _stored,
+    _RemovedFields: _removed,
+    _ClearedFields: _cleared,
+}

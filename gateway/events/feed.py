@@ -15,7 +15,8 @@ import zmq
 import zmq.asyncio
 
 from gateway.events.ages import EvictionAges
-from gateway.events.assembler import Assembler, Changes
+from gateway.events.assembler import Assembler
+from gateway.events.changes import Changes
 from gateway.events.decode import BadFrames, Cleared, Event, decode_batch
 from gateway.events.lmcache import LOWER_TIERS, DirectoryBatch
 from gateway.events.subscriber import FeedStats, Subscriber

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from time import monotonic
 from typing import Final
 
-from gateway.events.assembler import ChunkRun
+from gateway.events.changes import ChunkRun
 from gateway.fleet.registry import NO_SLOT, Registry
 from gateway.index.base import ChunkIndex, Speculation
 from policies.base import Residency, Tier

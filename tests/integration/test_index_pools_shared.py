@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.config import IndexConfig, WorkerConfig
-from gateway.events.assembler import ChunkRun
+from gateway.events.changes import ChunkRun
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.pools import PooledIndex, SharedPools
 from gateway.index.redis import RedisIndex

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.config import IndexConfig, WorkerConfig
-from gateway.events.assembler import ChunkRun
+from gateway.events.changes import ChunkRun
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.memory import MemoryIndex
 from gateway.index.pools import AGE_S, Pool, PooledIndex, SharedPools
