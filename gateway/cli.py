@@ -191,9 +191,13 @@ def worker(
     array_events: Annotated[bool, typer.Option(help="events as arrays, as vLLM before 0.26")] = False,
     role: Annotated[Literal["mixed", "prefill", "decode"], typer.Option(help="what it does of a request")] = "mixed",
     pd: Annotated[
-        Literal["nixl", "mooncake", "sglang"] | None, typer.Option(help="protocol by which KV is handed over")
+        Literal["nixl", "mooncake", "sglang", "lmcache"] | None,
+        typer.Option(help="protocol by which KV is handed over"),
     ] = None,
     link_gb_s: Annotated[float, typer.Option(help="GB/s at which KV arrives from another worker")] = 25.0,
+    lmcache_proxy: Annotated[
+        str | None, typer.Option(help="with --pd lmcache: who is told that KV is written, tcp://host:port")
+    ] = None,
     pull_back_s: Annotated[
         float, typer.Option(help="with --pd nixl: how long it keeps an answered turn's KV to be pulled; 0: not at all")
     ] = 0.0,
@@ -229,6 +233,7 @@ def worker(
             role=role,
             pd=pd,
             link_gb_s=link_gb_s,
+            lmcache_proxy=lmcache_proxy,
             pull_back_s=pull_back_s,
         )
         raise typer.Exit(uvloop.run(serve_worker(settings)))

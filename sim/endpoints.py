@@ -27,6 +27,7 @@ from sim.faults import Fault, Faults
 from sim.handover import FETCH_PATH, HandOvers
 from sim.inference import Inference, chat_of
 from sim.kv_events import BUFFERED_BATCHES, EventPublisher
+from sim.lmcache import WRITE_PATH
 from sim.metrics import WorkerMetrics
 from sim.protocol import VERSION, ApiError, ChatBody, EmbeddingBody, TokenizeBody, decode, prompts, queue_full
 from sim.settings import WorkerSettings
@@ -66,6 +67,7 @@ class Endpoints:
             Route("/kv_event_sources", self._kv_event_sources),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
             Route(FETCH_PATH, self.hand_overs.serve),
+            Route(WRITE_PATH, self.hand_overs.writer.receive, methods=["PUT"]),
             Route("/query", self.hand_overs.query),
             Route(_FAULT_PATH, self._fault, methods=["POST"]),
         ]

@@ -17,7 +17,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: ``die`` (all sockets close, as after a kill), ``hang`` (connections are accepted, nothing is answered,
             streams stand still), ``error503`` (inference requests are refused as at a queue limit), ``cut`` (streams
             break off without an end), ``slow`` (steps take longer), ``lose_transfer`` (KV handed over does not arrive),
-            ``expire_lease`` (KV to be handed over is given up at once), ``slow_link`` (it takes longer to arrive) or
+            ``expire_lease`` (KV that is handed over is given up at once), ``slow_link`` (it takes longer to arrive) or
             ``none`` (end all faults).
         seconds: how long it lasts; 0: until ``none``.
         count: how many requests it meets (``error503``, ``cut``, ``lose_transfer``, ``expire_lease``); 0: all of them.

@@ -8,6 +8,7 @@ how the decode worker learns of it is what the protocols differ in:
   decode worker keeps what it has (``pull_back_s``), its answer brings some for the prefill request of the next turn.
 - ``mooncake`` (vLLM): both requests bring the same ``transfer_id``, at the same time.
 - ``sglang``: both bring the same ``bootstrap_room``; the prefill answer ends when the KV has been fetched.
+- ``lmcache``: nothing is fetched, the prefill worker writes; see ``sim.lmcache``.
 
 Blocks are not held back for a lease: what is offered are numbers, which need no room.
 """
@@ -24,8 +25,10 @@ import httpx
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from sim.cache import Tokens
 from sim.clock import WorkerClock
 from sim.faults import Faults
+from sim.lmcache import Writer, spec_of
 from sim.protocol import ApiError, GenerationBody, bad_request
 from sim.settings import WorkerSettings
 
@@ -64,10 +67,12 @@ class HandOvers:
 
     Attributes:
         address: host and port of the worker's HTTP server, once that is known.
+        writer: where KV is written and not fetched.
     """
 
     def __init__(self, settings: WorkerSettings, clock: WorkerClock, faults: Faults, kv_bytes_per_token: float) -> None:
         self.address = ("", 0)
+        self.writer = Writer(settings, clock, faults, self._arrive)
         self._settings = settings
         self._clock = clock
         self._faults = faults
@@ -78,8 +83,15 @@ class HandOvers:
         self._link_free_at = 0.0
         self._client: httpx.AsyncClient | None = None
 
+    def drop(self) -> None:
+        """Wait for no other worker any more, nor write to one."""
+        for offer in self._offers.values():
+            offer.fetched.set()
+        self.writer.drop()
+
     async def close(self) -> None:
         """Close the connections to other workers."""
+        await self.writer.close()
         if self._client is not None:
             await self._client.aclose()
 
@@ -89,13 +101,17 @@ class HandOvers:
         """Return under which key the prompt's KV is to be offered; None where the request asks for no hand-over.
 
         Raises:
-            ApiError: 400, an SGLang worker of one role was sent a request that concerns no other worker.
+            ApiError: 400, an SGLang worker of one role was sent a request that concerns no other worker, or LMCache
+                cannot understand which one it concerns.
         """
         connector, params = self._settings.pd, body.kv_transfer_params or {}
         if connector == "sglang":
             if self._settings.role != "mixed" and body.bootstrap_room is None:
                 raise bad_request("Disaggregated request received without bootstrap room id.", "bootstrap_room")
             return str(body.bootstrap_room) if self._settings.role == "prefill" else None
+        if connector == "lmcache":
+            spec = spec_of(body)
+            return spec.req_id if spec is not None else None
         if connector is None or not params.get("do_remote_decode"):
             return None
         if connector == "nixl":
@@ -145,6 +161,11 @@ class HandOvers:
             return None
         return self._params(key, tokens) | {"remote_prefill_cached_tokens": cached_tokens}
 
+    def write(self, body: GenerationBody, prompt: Tokens, first_token: int) -> dict[str, Any]:
+        """Begin to write a prompt's KV where its request wants it; return the answer's ``kv_transfer_params``."""
+        self.writer.begin(body, prompt, self._http())
+        return {"first_tok": first_token}
+
     def _params(self, key: str, tokens: int) -> dict[str, Any]:
         host, port = self.address
         blocks = -(-tokens // self._settings.block_size)
@@ -182,19 +203,21 @@ class HandOvers:
 
     # The decode worker
 
-    async def receive(self, body: GenerationBody, prompt_tokens: int) -> Received | None:
+    async def receive(self, body: GenerationBody, prompt: Tokens) -> Received | None:
         """Fetch a prompt's KV and wait until it has arrived; None where the request tells of none.
 
         Raises:
             ApiError: 500, it is not there any more, or got lost on its way.
         """
+        if self._settings.pd == "lmcache":
+            written = self.writer.take(body, prompt)
+            return Received(written, min(written, len(prompt) - 1)) if written else None
         source = self._source(body)
         if source is None:
             return None
         url, wait_s = source
         try:
-            self._client = self._client or httpx.AsyncClient(trust_env=False, timeout=wait_s + 5)
-            answer = await self._client.get(url, params={"wait": wait_s})
+            answer = await self._http().get(url, params={"wait": wait_s}, timeout=wait_s + 5)
         except httpx.HTTPError as error:
             raise _not_loaded(f"{url}: {type(error).__name__}") from None
         if answer.status_code != 200 or self._faults.meet("lose_transfer"):
@@ -209,7 +232,7 @@ class HandOvers:
         if self._settings.pd == "nixl":
             reported = offered["cached_tokens"]
         else:  # vLLM counts what came over the link as cached, SGLang what it had itself
-            reported = prompt_tokens if self._settings.pd == "mooncake" else None
+            reported = len(prompt) if self._settings.pd == "mooncake" else None
         return Received(offered["tokens"], reported)
 
     def _source(self, body: GenerationBody) -> tuple[str, float] | None:
@@ -225,6 +248,10 @@ class HandOvers:
             host, port = params["remote_host"], params["remote_port"]
             return f"http://{host}:{port}/sim/kv/{params['remote_request_id']}", 0.0
         return f"{params['remote_bootstrap_addr']}/sim/kv/{params['transfer_id']}", lease_s
+
+    def _http(self) -> httpx.AsyncClient:
+        self._client = self._client or httpx.AsyncClient(trust_env=False)
+        return self._client
 
     async def _arrive(self, tokens: int) -> None:
         """Wait while KV is on its way; transfers share the link one after the other."""

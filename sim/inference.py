@@ -143,7 +143,7 @@ class Inference:
         kept = self._hand_overs.key_to_keep(body, f"{shape.id_prefix}{request_id}")
         if key is not None:
             body.max_tokens = 1
-        received = await self._hand_overs.receive(body, len(tokens[-1]))
+        received = await self._hand_overs.receive(body, tokens[-1])
         wakeup = asyncio.Event()
         generations = [self._sequence(prompt, body, wakeup) for prompt in tokens]
         if received is not None:
@@ -160,12 +160,17 @@ class Inference:
         )
         for generation in generations:
             self._engine.submit(generation)
-        offer = partial(self._offer, key, kept, generations[-1].request) if key or kept else None
+        offer = partial(self._offer, key, kept, body, tokens[-1], generations[-1]) if key or kept else None
         return _Generating(self._engine, generations, wakeup, answer, bool(body.stream), self._faults, offer)
 
-    async def _offer(self, key: str | None, kept: str | None, request: Request) -> dict[str, Any] | None:
-        """Offer the KV of a prompt, or keep that of an answer, whose last token has not been computed."""
+    async def _offer(
+        self, key: str | None, kept: str | None, body: GenerationBody, prompt: Tokens, generation: Generation
+    ) -> dict[str, Any] | None:
+        """Offer or write the KV of a prompt, or keep that of an answer, whose last token has not been computed."""
+        request = generation.request
         if key is not None:
+            if self._settings.pd == "lmcache":
+                return self._hand_overs.write(body, prompt, generation.ids[0])
             cached_tokens = max(request.cached_tokens, request.remote_tokens)
             return await self._hand_overs.offer(key, request.prompt_tokens, cached_tokens)
         return await self._hand_overs.keep(kept or "", request.prompt_tokens + request.output_tokens - 1)

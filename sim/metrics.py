@@ -80,9 +80,10 @@ class WorkerMetrics(Collector):
             return
         self._ttft.observe(max(0.0, at - generation.arrived_at) / self._clock.speed)
         self._queue.observe(max(0.0, request.started_at - generation.arrived_at) / self._clock.speed)
-        self._prompt_tokens["local_compute"] += request.prompt_tokens - request.cached_tokens
+        there = max(request.cached_tokens, min(request.remote_tokens, request.prompt_tokens - 1))
+        self._prompt_tokens["local_compute"] += request.prompt_tokens - there
         self._prompt_tokens["local_cache_hit"] += request.cached_tokens - request.host_tokens
-        self._prompt_tokens["external_kv_transfer"] += request.host_tokens
+        self._prompt_tokens["external_kv_transfer"] += request.host_tokens + there - request.cached_tokens
 
     def ended(self, generation: Generation, reason: str, at: float) -> None:
         """A sequence is over: ``stop``, ``length`` or ``abort``."""

@@ -160,6 +160,7 @@ class SimWorker:
             self._hang.cancel()
         self._answering.set()
         self.engine.close()
+        self._hand_overs.drop()
         if self._replays is not None:
             self._replays.cancel()
         if self.publisher is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from sim.profiles import find_profile
 from sim.worker import WorkerLimits
 
 Role = Literal["mixed", "prefill", "decode"]
-Connector = Literal["nixl", "mooncake", "sglang"]
+Connector = Literal["nixl", "mooncake", "sglang", "lmcache"]
 ROLES: Final = get_args(Role)
 CONNECTORS: Final = get_args(Connector)
 
@@ -55,6 +56,7 @@ class WorkerSettings:
         pd: protocol by which it hands KV over; None: it cannot.
         link_gb_s: GB/s at which KV arrives.
         lease_s: how long it keeps KV that is to be fetched, and waits for KV that is to come.
+        lmcache_proxy: with ``lmcache``: who is told that KV is written, ``tcp://host:port``; None: nobody.
         pull_back_s: with ``nixl``: how long it keeps the KV of an answer, prompt included, to be pulled by the prefill
             worker of the next turn, as vLLM with ``bidirectional_kv_xfer``; 0: it does not.
         faults: faults that hold from the start.
@@ -93,6 +95,7 @@ class WorkerSettings:
     pd: Connector | None = None
     link_gb_s: float = 25.0
     lease_s: float = 30.0
+    lmcache_proxy: str | None = None
     pull_back_s: float = 0.0
     faults: tuple[Fault, ...] = ()
     script: Script | None = None
@@ -129,6 +132,8 @@ class WorkerSettings:
             raise ValueError(f"role {self.role} needs pd: the protocol by which KV is handed over")
         if not 0 < self.link_gb_s < math.inf or not 0 < self.lease_s < math.inf:
             raise ValueError("link_gb_s and lease_s must be above 0 and finite")
+        if self.lmcache_proxy is not None and not re.fullmatch(r"tcp://.+:\d+", self.lmcache_proxy):
+            raise ValueError(f"lmcache_proxy must be tcp://host:port, not {self.lmcache_proxy!r}")
         if not 0 <= self.pull_back_s < math.inf:
             raise ValueError(f"pull_back_s must be finite and not negative, but is {self.pull_back_s}")
 

@@ -14,10 +14,12 @@ from tests.peers import (
     Message,
     request,
 )
+from tests.processes import free_ports
 from tests.relay_rig import MODEL, Rig, relay
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-CONNECTORS = ("nixl", "mooncake", "sglang")
+CONNECTORS = ("nixl", "mooncake", "sglang", "lmcache")
+RANKS = 2  # of LMCache's workers: each says for itself that it has written
 PROMPT = "a story of sixteen bytes or so: " * 40
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12},
@@ -57,6 +59,7 @@ async def fleet(
     """Serve a relay before one simulated worker per fault, in two pools; it holds the first ones for the fastest."""
     async with AsyncExitStack() as stack:
         workers: list[SimWorker] = []
+        proxy = f"tcp://127.0.0.1:{free_ports(1)[0]}" if connector == "lmcache" else None
         for role, faults in (("prefill", prefills), ("decode", decodes)):
             for fault in faults:
                 settings = WorkerSettings(
@@ -66,6 +69,7 @@ async def fleet(
                     speed=20,
                     lease_s=KEPT_S,
                     pull_back_s=KEPT_S,
+                    lmcache_proxy=proxy,
                     faults=(fault,) if fault else (),
                 )
                 workers.append(await stack.enter_async_context(SimWorker(settings)))
@@ -73,14 +77,20 @@ async def fleet(
             {
                 "role": one.settings.role,
                 "pd": connector,
-                "bootstrap_port": int(one.url.rpartition(":")[2]),
+                "bootstrap_port": port_of(one),
+                "lmcache_init_ports": [port_of(one)] * RANKS,
+                "lmcache_alloc_ports": [port_of(one)] * RANKS,
                 "prefill": {"a_s": 0.01 + 0.1 * number if number < len(prefills) else 0.01},
             }
             for number, one in enumerate(workers)
         ]
-        sections.setdefault("disaggregation", ALWAYS)
+        sections["disaggregation"] = {"lmcache_bind": proxy, **sections.get("disaggregation", ALWAYS)}
         rig = await stack.enter_async_context(relay([one.url for one in workers], settings=settings, **sections))
         yield Fleet(rig, workers[: len(prefills)], workers[len(prefills) :])
+
+
+def port_of(worker: SimWorker) -> int:
+    return int(worker.url.rpartition(":")[2])
 
 
 def computed(worker: SimWorker) -> int:

@@ -15,11 +15,11 @@ import asyncio
 from collections.abc import Collection
 from math import inf
 from time import monotonic
-from typing import Protocol
+from typing import Final, Protocol
 from uuid import uuid4
 
 from gateway.errors import NoWorker
-from gateway.fleet.registry import Worker
+from gateway.fleet.registry import State, Worker
 from gateway.relay import legs
 from gateway.relay.answer import Answer
 from gateway.relay.cached import CachedTokens
@@ -32,6 +32,8 @@ from gateway.relay.route import Plan, Route, count_leg, count_on, decide, dispat
 from gateway.relay.services import Services
 from gateway.relay.turns import ParamsReader, Turn
 from gateway.relay.upstream import Receiver
+
+_LOOK_S: Final = 0.25  # how often a worker that is written to is looked at
 
 
 class Exchange(Protocol):
@@ -215,8 +217,15 @@ class HandOver:
         if leg.answer is None:
             self._written.cancel()
             return False
-        await asyncio.wait([self._written], timeout=self._services.config.disaggregation.lease_s)
+        await self._wait_until_written(self._written)
         return not self._written.cancel()  # what is done cannot be cancelled
+
+    async def _wait_until_written(self, written: asyncio.Future[None]) -> None:
+        """Wait for LMCache's notices, but not while the worker that is written to is taken to be dead."""
+        assert self._receives is not None
+        until = monotonic() + self._services.config.disaggregation.lease_s
+        while not written.done() and self._receives.state is State.READY and (left_s := until - monotonic()) > 0:
+            await asyncio.wait([written], timeout=min(left_s, _LOOK_S))
 
     async def _decode(self, leg: PrefillLeg, tried: Collection[Worker]) -> Route | None:
         """Choose a decode worker for what was or is being prefilled, and count the request; None where there is none.
