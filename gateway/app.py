@@ -33,6 +33,7 @@ from gateway.observe.knowledge import export_knowledge
 from gateway.observe.observer import Observer
 from gateway.observe.prompts import export_prompts
 from gateway.observe.recorder import Recorder
+from gateway.pages import collapse_memory
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
 from gateway.relay.policies import Policies
@@ -118,6 +119,8 @@ class Gateway:
             outbox=self.sharing.outbox if self.sharing is not None else None,
             seen=seen,
         )
+        if self.sharing is not None:
+            self.sharing.on_written = self.services.hand_overs.notices.heard
         self.replicator: Replicator | None = None
         if seen is not None:
             self.replicator = Replicator(replication, self.services, self.hasher, seen, self.sharing)
@@ -209,6 +212,7 @@ class Gateway:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
+        collapse_memory()
         async with self:
             await asked.wait()
             log.info("draining", extra={"in_flight": self.ledger.in_flight, "drain_s": self.config.server.drain_s})

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.observe.observer import Observer
 from sim.server import Fault, SimWorker, WorkerSettings
 from tests.peers import (
     Message,
@@ -99,7 +100,11 @@ def computed(worker: SimWorker) -> int:
 
 
 def handovers(rig: Rig) -> dict[str, float]:
-    lines = rig.services.observer.render().decode().splitlines()
+    return handovers_of(rig.services.observer)
+
+
+def handovers_of(observer: Observer) -> dict[str, float]:
+    lines = observer.render().decode().splitlines()
     name = "kvway_handovers_total"
     return {line.split(" ")[0].removeprefix(name): float(line.split(" ")[1]) for line in lines if line.startswith(name)}
 

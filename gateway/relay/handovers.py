@@ -16,6 +16,7 @@ from gateway.fleet.registry import Registry, Worker
 from gateway.observe.observer import Observer
 from gateway.relay.notices import Notices
 from gateway.relay.turns import Turns
+from gateway.sharing.news import Outbox
 from policies.base import Floats
 from policies.disaggregation import LinkRates
 
@@ -34,6 +35,7 @@ class HandOverBook:
     Args:
         config: bandwidth to start from.
         registry: whose workers; what concerns those that leave is forgotten.
+        outbox: tells the other replicas, where there may be any.
 
     Attributes:
         rates: bandwidth between pairs.
@@ -41,11 +43,11 @@ class HandOverBook:
         notices: what LMCache's prefill workers say.
     """
 
-    def __init__(self, config: DisaggregationConfig, registry: Registry) -> None:
+    def __init__(self, config: DisaggregationConfig, registry: Registry, outbox: Outbox | None = None) -> None:
         self._registry = registry
         self.rates = LinkRates([rate * 1e9 for rate in (config.link_gb_s, *config.near_gb_s)], config.latency_s)
         self.turns = Turns(config.pull_back_s)
-        self.notices = Notices(config.lmcache_bind)
+        self.notices = Notices(config.lmcache_bind, outbox)
         self._tables: dict[tuple[Sequence[Worker], Sequence[Worker]], Floats] = {}
         self._outcomes: Counter[tuple[str, str, str]] = Counter()
         self._decisions: Counter[str] = Counter()

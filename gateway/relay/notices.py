@@ -2,11 +2,15 @@
 
 LMCache calls whoever listens the proxy (``pd_proxy_host``, ``pd_proxy_port``): every tensor-parallel rank pushes one
 message per request over ZMQ, as msgpack: ``{"type": "ProxyNotif", "req_id": "…"}``.
+
+They connect to one address. Of several gateway processes on a machine one has it, another when that one is gone; what
+comes for the others, on this machine or elsewhere, goes on to them as replicas tell one another everything else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from typing import Any, Final
 
@@ -15,12 +19,15 @@ import zmq
 import zmq.asyncio
 
 from gateway.errors import ConfigError
+from gateway.sharing.news import Outbox
 from gateway.tasks import spawn, stop
 
 log = logging.getLogger("kvway.relay")
 
 _decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
 _NOTICE: Final = "ProxyNotif"
+_MAX_ID_LENGTH: Final = 64  # ours have 37 characters
+_RETRY_S: Final = 1.0
 
 
 class Notices:
@@ -29,30 +36,37 @@ class Notices:
     Args:
         endpoint: where to bind, tcp://*:7500; None: nobody is listened to, and a prefill worker's answer is taken to
             say that the KV is written (``pd_skip_proxy_notification``).
+        outbox: tells the other replicas, where there may be any.
     """
 
-    def __init__(self, endpoint: str | None) -> None:
+    def __init__(self, endpoint: str | None, outbox: Outbox | None = None) -> None:
         self._endpoint = endpoint
+        self._outbox = outbox
         self._awaited: dict[str, tuple[int, asyncio.Future[None]]] = {}  # request → notices to come, and who waits
         self._context: zmq.asyncio.Context | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Bind the socket, if there is to be one.
+        """Bind the socket, if there is to be one; where another process has the address, wait for it in the background.
 
         Raises:
-            ConfigError: it cannot be bound.
+            ConfigError: it cannot be bound, and no other process would tell us what it hears.
         """
         if self._endpoint is None:
             return
         self._context = zmq.asyncio.Context()
         socket = self._context.socket(zmq.PULL)
         try:
-            socket.bind(self._endpoint)
+            bound = self._bind(socket, self._endpoint)
         except zmq.ZMQError as error:
             await self.close()
-            raise ConfigError(f"disaggregation.lmcache_bind: {self._endpoint} cannot be bound: {error}") from None
-        self._task = spawn(self._listen(socket), "lmcache notices")
+            raise ConfigError(
+                f"disaggregation.lmcache_bind: {self._endpoint} cannot be bound: {error}. Where another gateway listens "
+                "there, connect both (index.backend: redis): then one of them does for all."
+            ) from None
+        if not bound:
+            log.info("another process listens to disaggregation.lmcache_bind", extra={"endpoint": self._endpoint})
+        self._task = spawn(self._listen(socket, self._endpoint, bound), "lmcache notices")
 
     async def close(self) -> None:
         """Close it."""
@@ -70,7 +84,30 @@ class Notices:
             written.add_done_callback(lambda _: self._awaited.pop(request_id, None))
         return written
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+    def heard(self, request_id: str) -> bool:
+        """Take a notice about a request; return whether somebody here waits for it."""
+        if request_id not in self._awaited:
+            return False
+        count, written = self._awaited[request_id]
+        self._awaited[request_id] = count - 1, written
+        if count <= 1 and not written.done():
+            written.set_result(None)
+        return True
+
+    def _bind(self, socket: zmq.asyncio.Socket, endpoint: str) -> bool:
+        """Bind a socket; False where another process, which may be one of ours, has the address."""
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or self._outbox is None:
+                raise
+            return False
+        return True
+
+    async def _listen(self, socket: zmq.asyncio.Socket, endpoint: str, bound: bool) -> None:
+        while not bound:
+            await asyncio.sleep(_RETRY_S)
+            bound = self._bind(socket, endpoint)
         while True:
             message = await socket.recv()
             try:
@@ -79,8 +116,7 @@ class Notices:
                 log.warning("what came to disaggregation.lmcache_bind is no message of LMCache's")
                 continue
             request_id = notice.get("req_id")
-            if notice.get("type") == _NOTICE and request_id in self._awaited:
-                count, written = self._awaited[request_id]
-                self._awaited[request_id] = count - 1, written
-                if count <= 1 and not written.done():
-                    written.set_result(None)
+            if notice.get("type") != _NOTICE or not isinstance(request_id, str) or len(request_id) > _MAX_ID_LENGTH:
+                continue
+            if not self.heard(request_id) and self._outbox is not None:
+                self._outbox.pass_on(request_id)

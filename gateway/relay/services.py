@@ -60,7 +60,7 @@ class Services:
     def __post_init__(self) -> None:
         self.budget = RetryBudget(self.config.retries)
         self.sweeper = Sweeper(self.upstream)
-        self.hand_overs = HandOverBook(self.config.disaggregation, self.registry)
+        self.hand_overs = HandOverBook(self.config.disaggregation, self.registry, self.outbox)
         self.hand_overs.expose(self.observer)
         self.fetches = FetchRates(self.registry)
         self.fetches.expose(self.observer)

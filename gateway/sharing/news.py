@@ -22,6 +22,9 @@ NO_LOAD: Final = (0.0, 0.0, 0.0, 0.0)
 MAX_CHUNKS: Final = 65_536
 """Bound on the chunks in one piece of news, a megabyte; prompts beyond it are not told."""
 
+MAX_NOTICES: Final = 4096
+"""Bound on what LMCache says of others' requests, in one piece of news."""
+
 Load = tuple[float, float, float, float]
 """One worker's ``LOAD_COLUMNS``, as counted by one replica."""
 
@@ -48,6 +51,7 @@ class News(msgspec.Struct, array_like=True):
         live: numbers of all prompts on their way; empty unless ``whole``.
         leaving: the replica takes no new requests and wants no workers.
         moved: it has claimed or given up a worker, or a worker has another slot.
+        written: requests of other replicas whose KV LMCache says is written; one entry per rank.
     """
 
     replica: str
@@ -59,6 +63,7 @@ class News(msgspec.Struct, array_like=True):
     live: Sequence[int] = ()
     leaving: bool = False
     moved: bool = False
+    written: Sequence[str] = ()
 
 
 class AnnouncedPrompt:
@@ -111,6 +116,7 @@ class Outbox:
         self._begun_chunks = 0
         self._settled: list[int] = []
         self._cancelled: list[int] = []
+        self._written: list[str] = []
         self._told_fleet: FleetView | None = None
         self._told = np.zeros((len(LOAD_ROWS), 0))
         self.open = False
@@ -137,6 +143,11 @@ class Outbox:
         else:
             self._cancelled.append(number)
 
+    def pass_on(self, request_id: str) -> None:
+        """Tell that the KV of a request is written, which is one of another replica's."""
+        if self.open and len(self._written) < MAX_NOTICES:
+            self._written.append(request_id)
+
     def take(self, whole: bool) -> News | None:
         """Return what is new, or everything; None if there is nothing to tell."""
         fleet = self._registry.fleet
@@ -145,7 +156,8 @@ class Outbox:
         changed = loads.any(0) if whole else (loads != self._told).any(0)
         rows = np.flatnonzero(changed).tolist()
         self._told_fleet, self._told = fleet, loads
-        if not (whole or rows or self._begun or self._settled or self._cancelled or self.moved):
+        ends = self._settled or self._cancelled or self._written
+        if not (whole or rows or self._begun or ends or self.moved):
             return None
         news = News(
             replica=self._replica,
@@ -157,14 +169,15 @@ class Outbox:
             live=sorted(self._live) if whole else (),
             leaving=self.leaving,
             moved=self.moved,
+            written=self._written,
         )
         self.moved = False
         self.drop()
         return news
 
     def drop(self) -> None:
-        """Forget the prompts that have not been told of yet."""
-        self._begun, self._begun_chunks, self._settled, self._cancelled = {}, 0, [], []
+        """Forget what has not been told yet, loads aside."""
+        self._begun, self._begun_chunks, self._settled, self._cancelled, self._written = {}, 0, [], [], []
 
 
 encode = msgspec.msgpack.Encoder().encode

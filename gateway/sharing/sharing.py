@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from time import monotonic
@@ -53,6 +53,7 @@ class Sharing:
         approximate: models of the workers without events that are ours.
         feeds: follows the workers that are ours.
         outbox: to be told of every prompt sent to a worker.
+        on_written: told of requests whose KV LMCache says is written, as another replica has heard.
         up: whether Redis answers.
     """
 
@@ -73,6 +74,7 @@ class Sharing:
             refills=config.refill_share > 0,
         )
         self.outbox = news.Outbox(self._replica, registry)
+        self.on_written: Callable[[str], object] | None = None
         self.up = False
         self._ownership = Ownership(self._replica, registry, self.feeds, self.index)
         self._peers = Peers(registry, self.index, self._prefilled)
@@ -199,6 +201,9 @@ class Sharing:
             return
         if heard.replica != self._replica and await self._peers.hear(heard, monotonic()):
             self._whole_at = 0.0  # it has heard nothing of ours yet
+        if self.on_written is not None:
+            for request_id in heard.written:
+                self.on_written(request_id)
         if heard.moved and heard.replica != self._replica:
             self.hurry()
 

@@ -7,7 +7,7 @@ import pytest
 from gateway.config import WorkerConfig
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.registry import Registry, Worker
-from gateway.sharing.news import MAX_CHUNKS, News, Outbox, decode, encode
+from gateway.sharing.news import MAX_CHUNKS, MAX_NOTICES, News, Outbox, decode, encode
 from tests.residency import prompt
 
 
@@ -118,4 +118,25 @@ def test_there_is_a_bound_on_what_one_message_tells(outbox: Outbox, registry: Re
 def test_a_move_is_told_once(outbox: Outbox) -> None:
     outbox.moved = True
     assert taken(outbox).moved
+    assert outbox.take(whole=False) is None
+
+
+def test_what_lmcache_says_of_others_requests_goes_on_once_per_rank_and_is_bounded(outbox: Outbox) -> None:
+    for request in ("a", "b", "a"):
+        outbox.pass_on(request)
+    told = outbox.take(whole=False)
+    assert told is not None
+    assert decode(encode(told)).written == ["a", "b", "a"]
+    assert outbox.take(whole=False) is None
+    for _ in range(MAX_NOTICES + 5):
+        outbox.pass_on("c")
+    told = outbox.take(whole=False)
+    assert told is not None
+    assert len(told.written) == MAX_NOTICES
+
+
+def test_nothing_is_passed_on_where_nobody_listens(outbox: Outbox) -> None:
+    outbox.open = False
+    outbox.pass_on("a")
+    outbox.open = True
     assert outbox.take(whole=False) is None
