@@ -61,8 +61,8 @@ class Notices:
         except zmq.ZMQError as error:
             await self.close()
             raise ConfigError(
-                f"disaggregation.lmcache_bind: {self._endpoint} cannot be bound: {error}. Where another gateway listens "
-                "there, connect both (index.backend: redis): then one of them does for all."
+                f"disaggregation.lmcache_bind: {self._endpoint} cannot be bound: {error}. Where another gateway "
+                "listens there, connect both (index.backend: redis): then one of them does for all."
             ) from None
         if not bound:
             log.info("another process listens to disaggregation.lmcache_bind", extra={"endpoint": self._endpoint})
