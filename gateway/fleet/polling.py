@@ -14,6 +14,7 @@ from typing import Final
 import httpx
 
 from gateway.config import TimeoutsConfig
+from gateway.fleet.credentials import credentials
 from gateway.fleet.registry import Registry, Worker
 from gateway.relay.head import ResponseHead
 from gateway.relay.retry import Failure, FailureKind
@@ -60,8 +61,9 @@ async def fetch(client: httpx.AsyncClient, worker: Worker, path: str, timeout_s:
         FetchFailed: no connection, no complete answer within ``timeout_s``, or one beyond any reasonable size.
     """
     body = bytearray()
+    url, headers = worker.config.url + path, credentials(worker.config)
     try:
-        async with asyncio.timeout(timeout_s), client.stream("GET", worker.config.url + path) as response:
+        async with asyncio.timeout(timeout_s), client.stream("GET", url, headers=headers) as response:
             async for part in response.aiter_bytes():
                 body += part
                 if len(body) > _MAX_ANSWER_BYTES:
@@ -99,7 +101,7 @@ class _Page:
         """Ask for it over a connection; return what tells how the answer has ended."""
         self._upstream = upstream
         self._done = asyncio.get_running_loop().create_future()
-        fields = {"accept": "*/*", "user-agent": "kvway"}
+        fields = {"accept": "*/*", "user-agent": "kvway", **credentials(self._worker.config)}
         lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
         head = f"GET {self._path} HTTP/1.1\r\nhost: {upstream.pool.host.decode()}\r\n{lines}\r\n"
         upstream.send(self, head.encode(), b"", False)
