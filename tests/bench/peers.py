@@ -3,7 +3,7 @@
 Every cell is a new fleet of four ``kvway worker``s with KV events, one router, and ``kvway load`` with a seeded
 workload at a share of the fleet's capacity (``tests.bench.peers_fleet.Workload``). kvway routes by events
 (``expected-cost``), the Rust routers by what they sent (``cache_aware``); round robin is kvway without looking. Peers
-come from PyPI, into ``.venv-bench``.
+come from PyPI, into ``.venv-bench``. ``limit`` is how far any router could come (``Workload.limit``).
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ def print_cell(workload: Workload, share: float, rows: list[Row], console: Conso
         if row["client"]["saturated_s"]:
             late = f"{row['client']['saturated_s']} of {row['client']['seconds']} s"
             console.print(f"[bold]not a quiet machine:[/bold] {row['router']}: load generator delayed in {late}")
+    limit = workload.limit
+    table.add_row("limit", *(f"{limit[key] * 1e3:,.0f}" for key in TIMES), "", f"{limit['hit_rate']:.1%}", "")
     console.print(table)
 
 
@@ -117,7 +119,8 @@ def main() -> None:
         console.print(f"[bold]{name} is absent:[/bold] {why}", highlight=False)
     sources = QUICK_SOURCES if options.quick else SOURCES
     rows: list[Row] = []
-    for workload in [read_workload(name, sources[name]) for name in options.only]:
+    workloads = [read_workload(name, sources[name]) for name in options.only]
+    for workload in workloads:
         for share in (TARGET_SHARE,) if options.quick else SHARES:
             cell = [measure(router, workload, share) for router in peers]
             print_cell(workload, share, cell, console)
@@ -127,7 +130,9 @@ def main() -> None:
         console.print(f"{'yes' if yes else 'no ':<4}{target}", highlight=False)
     if options.json:
         versions = {peer.name: version(peer) for peer in peers}
-        print(json.dumps({"quick": options.quick, "versions": versions, "rows": rows, "targets": met}))
+        limits = {workload.name: workload.limit for workload in workloads}
+        found = {"quick": options.quick, "versions": versions, "rows": rows, "limits": limits, "targets": met}
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

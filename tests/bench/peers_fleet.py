@@ -48,6 +48,9 @@ class Workload:
             every prompt costs the prefill of what no request before had, every output token a 16th of a step of 16.
         capacity_tokens: KV cache of a worker.
         sent_s: seconds, without scaling, after which nothing more is sent.
+        limit: TTFT and hit rate of the requests that are due before that, when each finds all that any request before
+            it had, and waits for nobody. Keys as in what ``play`` returns. Hit rates can be a point above it: engines
+            have smaller blocks, and whose answers come sooner is sent more of the long prompts of later turns.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Workload:
     capacity_per_s: float
     capacity_tokens: int
     sent_s: float
+    limit: dict[str, float]
 
     def load(self, share: float) -> float:
         """Return how many times faster than nominal the workload arrives at a share of the capacity."""
@@ -78,6 +82,7 @@ def read_workload(name: str, source: str) -> Workload:
         capacity_per_s=WORKERS * number / busy_s(trace),
         capacity_tokens=capacity,
         sent_s=float(late_s),
+        limit=limit(trace, float(late_s)),
     )
 
 
@@ -101,15 +106,35 @@ def tokenized(scenario: Scenario, name: str) -> Trace:
 
 def busy_s(trace: Trace) -> float:
     """Return the seconds for which the workload keeps one worker with an endless cache busy."""
-    profile, known, seconds = find_profile(PROFILE), set[int](), 0.0
-    for request in trace.requests:
-        new = sum(chunk not in known for chunk in request.chunks) * trace.block_tokens
-        known.update(request.chunks)
-        new = max(1, min(request.prompt_tokens, new + request.prompt_tokens % trace.block_tokens))
+    profile, seconds = find_profile(PROFILE), 0.0
+    for request, new in zip(trace.requests, new_tokens(trace), strict=True):
         context = request.prompt_tokens + request.output_tokens // 2
         seconds += profile.ttft_s(new, request.prompt_tokens - new)
         seconds += request.output_tokens * profile.itl_s(DECODING, DECODING * context) / DECODING
     return seconds
+
+
+def limit(trace: Trace, sent_s: float) -> dict[str, float]:
+    """Return ``Workload.limit`` of a trace of which only what is due within ``sent_s`` seconds is sent."""
+    profile = find_profile(PROFILE)
+    sent = [
+        (each.prompt_tokens, new)
+        for each, new in zip(trace.requests, new_tokens(trace), strict=True)
+        if each.arrival_s <= sent_s
+    ]
+    ttft_s = [profile.ttft_s(new, prompt - new) for prompt, new in sent]
+    p50_s, p90_s, p99_s = np.percentile(ttft_s, (50, 90, 99)).tolist()
+    prompts, computed = (sum(tokens) for tokens in zip(*sent, strict=True))
+    return {"ttft_p50_s": p50_s, "ttft_p90_s": p90_s, "ttft_p99_s": p99_s, "hit_rate": 1 - computed / prompts}
+
+
+def new_tokens(trace: Trace) -> Iterator[int]:
+    """Yield for each request how many tokens of its prompt no request before had."""
+    known = set[int]()
+    for request in trace.requests:
+        new = sum(chunk not in known for chunk in request.chunks) * trace.block_tokens
+        known.update(request.chunks)
+        yield max(1, min(request.prompt_tokens, new + request.prompt_tokens % trace.block_tokens))
 
 
 def kvway_router(policy: str, name: str) -> Peer:

@@ -8,7 +8,7 @@ from sim.load.scenario import read_scenario
 from sim.profiles import find_profile
 from sim.requests import SimRequest, Trace
 from tests.bench.peers import KVWAY, QUICK_SOURCES, SOURCES, targets
-from tests.bench.peers_fleet import BLOCK_TOKENS, DECODING, PROFILE, busy_s, tokenized
+from tests.bench.peers_fleet import BLOCK_TOKENS, DECODING, PROFILE, busy_s, limit, tokenized
 
 
 def row(router: str, ttft_s: float, rate: float = 10.0, hit_rate: float = 0.8, **fields: Any) -> dict[str, Any]:
@@ -47,6 +47,16 @@ def test_a_workload_costs_what_no_request_before_has_computed() -> None:
     decode = 2 * 16 * profile.itl_s(DECODING, DECODING * (size + 8)) / DECODING
     prefill = profile.ttft_s(size) + profile.ttft_s(BLOCK_TOKENS, 3 * BLOCK_TOKENS)
     assert busy_s(Trace(requests, BLOCK_TOKENS)) == pytest.approx(prefill + decode)
+
+
+def test_the_limit_is_of_prompts_that_find_all_that_was_before_and_wait_for_nobody() -> None:
+    profile, size = find_profile(PROFILE), 4 * BLOCK_TOKENS
+    requests = [SimRequest(at_s, [1, 2, 3, last], size, 16) for at_s, last in ((0, 4), (1, 5), (9, 6))]
+    found = limit(Trace(requests, BLOCK_TOKENS), sent_s=1)
+    cold_s, warm_s = profile.ttft_s(size), profile.ttft_s(BLOCK_TOKENS, 3 * BLOCK_TOKENS)
+    assert found["ttft_p50_s"] == pytest.approx((cold_s + warm_s) / 2)
+    assert found["ttft_p99_s"] == pytest.approx(warm_s + 0.99 * (cold_s - warm_s))
+    assert found["hit_rate"] == pytest.approx(3 / 8)
 
 
 @pytest.mark.parametrize("source", QUICK_SOURCES.values(), ids=list(QUICK_SOURCES))
