@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from policies.base import Floats
-from policies.disaggregation import Comparison, Weights, choose_pair, compare, decoding_cost_s
+from policies.disaggregation import Comparison, Fetch, Weights, choose_pair, compare, decoding_cost_s
+from sim.batch import BatchWorker
 from sim.fleet import DisaggregationSettings, FleetSettings
+from sim.pull import held_and_given
 from sim.requests import SimRequest
 from sim.router import Router
 from sim.tiers import Channel
+
+
+class Turn(NamedTuple):
+    """A conversation's prompt that lies with the worker that decoded its last turn.
+
+    Attributes:
+        worker: which.
+        tokens: whole chunks of it.
+        until: when it is given up.
+    """
+
+    worker: int
+    tokens: int
+    until: float
+
+
+class Prefill(NamedTuple):
+    """Where a prompt is computed, and what of it is pulled there first."""
+
+    worker: int
+    turn: Turn | None
 
 
 class Disaggregation:
     """The two pools, and the link between them.
 
     A prompt's KV follows the prefill layer by layer: what the link has moved while the prompt was being computed need
-    not be waited for. Several transfers share the link one after the other.
+    not be waited for. Several transfers share the link one after the other. What the next turn's prefill
+    pulls shares the way back alike.
 
     Args:
         settings: of the pools.
@@ -26,7 +53,9 @@ class Disaggregation:
 
     def __init__(self, settings: DisaggregationSettings, fleet: FleetSettings, block_tokens: int) -> None:
         self.link = Channel(settings.bytes_per_s, settings.latency_s)
-        self.transfers = 0
+        self.back = Channel(settings.bytes_per_s, settings.latency_s)
+        self.transfers = self.turns_pulled = 0
+        self._turns: dict[int, Turn] = {}  # by the last whole chunk of the prompt
         self._settings = settings
         self._layers = fleet.layers
         self._kv_bytes = fleet.speed.kv_bytes_per_token
@@ -42,7 +71,7 @@ class Disaggregation:
 
     def prefill_worker(
         self, request: SimRequest, router: Router, prefill: list[int], decode: list[int], now: float
-    ) -> int | None:
+    ) -> Prefill | None:
         """Return where a request's prompt is computed; None: where it is decoded.
 
         It is worth two legs where both pools are there, there is enough to compute, and it pays.
@@ -54,11 +83,16 @@ class Disaggregation:
             held = max(router.residency(request, decode, now).hits())
             if request.prompt_tokens - held < settings.least_tokens:
                 return None
-        comparison = self._compare(request, router, prefill, decode, now)
+        turn = self._turn_before(request, decode, now)
+        comparison = self._compare(request, router, prefill, decode, now, turn)
         if settings.policy == "break-even" and not comparison.pays:
             return None
         pair = choose_pair(comparison, router.asked(request), router.view(prefill), comparison.apart_s)
-        return prefill[pair[0]] if pair is not None else None
+        if pair is None:
+            return None
+        if turn is not None:  # engines give it away once
+            self._turns = {chunk: kept for chunk, kept in self._turns.items() if kept is not turn}
+        return Prefill(prefill[pair[0]], turn)
 
     def decode_worker(self, request: SimRequest, router: Router, decode: list[int], now: float) -> int:
         """Return where a request is decoded whose prompt has been computed."""
@@ -80,10 +114,41 @@ class Disaggregation:
         self.link.moved_bytes += ahead
         return self.link.transfer(size - ahead, now)
 
+    def keep(self, request: SimRequest, worker: int, now: float) -> None:
+        """A turn that was handed over is answered: its prompt lies with the worker that decoded it."""
+        chunks = request.prompt_tokens // self._block_tokens
+        if self._settings.pull_back_s and chunks:
+            tokens, until = chunks * self._block_tokens, now + self._settings.pull_back_s
+            self._turns[request.chunks[chunks - 1]] = Turn(worker, tokens, until)
+
+    def pull(
+        self, workers: Sequence[BatchWorker], source: int, target: int, hashes: Sequence[int], now: float
+    ) -> tuple[Sequence[int], float]:
+        """Begin to pull what a decode worker still has of a kept turn, and a prefill worker has not.
+
+        Returns:
+            The prompt's leading blocks that the target will hold, and when; at once where there is nothing to pull.
+        """
+        held, given = held_and_given(workers, source, target, hashes)
+        if given <= held:
+            return hashes[:held], now
+        self.turns_pulled += 1
+        return hashes[:given], self.back.transfer(float((given - held) * self._block_tokens * self._kv_bytes), now)
+
+    def _turn_before(self, request: SimRequest, decode: list[int], now: float) -> Turn | None:
+        """Return the kept turn that a request goes on from."""
+        if not self._turns:
+            return None
+        chunks = request.chunks[: request.prompt_tokens // self._block_tokens]
+        turn = next((self._turns[chunk] for chunk in reversed(chunks) if chunk in self._turns), None)
+        return turn if turn is not None and turn.until > now and turn.worker in decode else None
+
     def _compare(
-        self, request: SimRequest, router: Router, prefill: list[int], decode: list[int], now: float
+        self, request: SimRequest, router: Router, prefill: list[int], decode: list[int], now: float, turn: Turn | None
     ) -> Comparison:
-        there = router.prospects(request, prefill, now, self._weights)
+        token_s = self._kv_bytes / self._settings.bytes_per_s
+        fetch = Fetch(turn.tokens, np.full(len(prefill), token_s)) if turn is not None else None
+        there = router.prospects(request, prefill, now, self._weights, fetch)
         here = router.prospects(request, decode, now, self._weights)
         transfer_s = np.broadcast_to(self._transfer_s(request, here.held_tokens, now), (len(prefill), len(decode)))
         return compare(there, here, transfer_s, self._weights.interference)

@@ -17,7 +17,7 @@ from typing import Any
 from policies.base import Tier
 from sim.batch import BatchWorker
 from sim.cache import BlockChain
-from sim.disaggregation import Disaggregation
+from sim.disaggregation import Disaggregation, Prefill
 from sim.fleet import Failure, FleetSettings
 from sim.holding import Holding, Leg, Live
 from sim.index import FleetIndex
@@ -157,15 +157,18 @@ class Simulation:
         request, replica = self.trace.requests[number], number % len(self.routers)
         router, workers = self.routers[replica], self._up
         leg: Leg = "whole"
-        worker: int | None = None
+        there: Prefill | None = None
         if self._apart is not None:
             prefill, decode = self._apart.pools(workers)
             workers = decode or prefill
-            worker = self._apart.prefill_worker(request, router, prefill, decode, self.now)
-        if worker is None:
+            there = self._apart.prefill_worker(request, router, prefill, decode, self.now)
+        if there is None:
             dispatch = router.route(request, workers, self.now)
         else:
-            dispatch, leg = router.prefill(request, worker, self.now), "prefill"
+            turn, leg = there.turn, "prefill"
+            dispatch = router.prefill(request, there.worker, self.now, turn.tokens if turn is not None else 0)
+            if turn is not None:
+                dispatch.source, dispatch.source_tokens = turn.worker, turn.tokens
         self.records.decided(number, dispatch.expected_hit_tokens)
         live = self._count(number, replica, dispatch, leg)
         if self._holding is None or self._holding.admits(live, request, self.now):
@@ -209,11 +212,15 @@ class Simulation:
 
     def _fetch(self, live: Live, source: int) -> bool:
         """Fetch the prefix that a request is to find on its worker; False where its source has no more of it."""
-        assert self._pulls is not None
         live.dispatch.source = None
         row, hashes = live.dispatch.worker, self.trace.requests[live.job.number].chunks
-        whole = hashes[: live.job.prompt_tokens // self.trace.block_tokens]
-        prefix, arrives_at = self._pulls.fetch(self.workers, source, row, whole, self.now)
+        whole = hashes[: (live.dispatch.source_tokens or live.job.prompt_tokens) // self.trace.block_tokens]
+        if live.leg == "prefill":
+            assert self._apart is not None
+            prefix, arrives_at = self._apart.pull(self.workers, source, row, whole, self.now)
+        else:
+            assert self._pulls is not None
+            prefix, arrives_at = self._pulls.fetch(self.workers, source, row, whole, self.now)
         if arrives_at == self.now:
             return False
         self._at(arrives_at, self._fetched, (live, source, self._lives[source], prefix))
@@ -265,6 +272,8 @@ class Simulation:
         if live.leg == "prefill":
             self._hand_over(live)
             return
+        if self._apart is not None and live.leg == "decode":
+            self._apart.keep(self.trace.requests[live.job.number], live.dispatch.worker, self.now)
         self.records.finished(live.job.number, live.dispatch.worker, self.now)
         self._go_on(live.job.number)
 
@@ -416,6 +425,7 @@ class Simulation:
         if self._apart is not None:
             counters["transfers"] = float(self._apart.transfers)
             counters["transfer_bytes"] = self._apart.link.moved_bytes
+            counters["turns_pulled"] = float(self._apart.turns_pulled)
         if self._replication is not None:
             counters["replicated_bytes"] = self._replication.link.moved_bytes
         if self._pulls is not None:

@@ -171,6 +171,9 @@ class DisaggregationSettings:
         itl_weight: what a second of ITL is worth, in seconds of TTFT.
         least_tokens: prompts of which the best decode worker would have to compute fewer tokens than this stay there,
             whatever the policy.
+        pull_back_s: how long the prompt of an answered turn is known to lie with the worker that decoded it, so that
+            the next turn's prefill worker pulls it from there, as far as it has not been evicted, instead of computing
+            it; 0: nothing is pulled.
     """
 
     prefill_workers: int
@@ -180,6 +183,7 @@ class DisaggregationSettings:
     interference: float = 0.1
     itl_weight: float = 100.0
     least_tokens: int = 0
+    pull_back_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.prefill_workers < 1:
@@ -188,6 +192,8 @@ class DisaggregationSettings:
             raise ValueError(f"disaggregation: bytes_per_s must be above 0, not {self.bytes_per_s}")
         if not 0 <= self.latency_s < inf or self.least_tokens < 0:
             raise ValueError("disaggregation: latency_s and least_tokens must not be negative")
+        if not 0 <= self.pull_back_s < inf:
+            raise ValueError(f"disaggregation: pull_back_s must be finite and not negative, but is {self.pull_back_s}")
         if self.policy not in ("always", "never", "break-even"):
             raise ValueError(f"disaggregation: policy must be always, never or break-even, not {self.policy!r}")
         if not 0 <= self.interference < inf or not 0 <= self.itl_weight < inf:

@@ -21,6 +21,11 @@ def make_links(settings: FleetSettings) -> PullLinks | None:
     return PullLinks(np.zeros(n, np.int64), np.full(n, s_per_token), np.full(n, settings.pull.latency_s))
 
 
+def held_and_given(workers: Sequence[BatchWorker], source: int, target: int, hashes: Sequence[int]) -> tuple[int, int]:
+    """Return how many leading blocks of a prompt the target has in HBM, and how many the source."""
+    return workers[target].held_blocks(hashes), workers[source].held_blocks(hashes)
+
+
 class Pulls:
     """The links of all workers, one way in and one way out each; transfers over one way go one after the other.
 
@@ -53,8 +58,7 @@ class Pulls:
         Returns:
             The prompt's leading blocks that the target will hold, and when; at once where there is nothing to fetch.
         """
-        held = workers[target].held_blocks(hashes)
-        given = workers[source].held_blocks(hashes)
+        held, given = held_and_given(workers, source, target, hashes)
         if given <= held:
             return hashes[:held], now
         size = (given - held) * self._block_bytes

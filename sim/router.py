@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 
 from policies.base import FleetView, Policy, Residency, RoutingRequest, Tier, create_policy, known_policies
-from policies.disaggregation import Prospects, Weights, prospects
+from policies.disaggregation import Fetch, Prospects, Weights, prospects
 from sim.batch import BatchWorker
 from sim.fleet import FleetSettings
 from sim.index import ApproximateCaches, FleetIndex, Sent, Speculations
@@ -81,6 +81,7 @@ class Dispatch:
     expected_hit_tokens: int
     tokens: int  # prompt and answer together
     source: int | None = None  # worker to fetch a prefix from
+    source_tokens: int | None = None  # how much of it; None: what that worker has
 
 
 class Router:
@@ -122,9 +123,9 @@ class Router:
         dispatch.source = workers[pull.source]
         return dispatch
 
-    def prefill(self, request: SimRequest, worker: int, now: float) -> Dispatch:
-        """Count a request on the worker that computes its prompt for another."""
-        hit = self.residency(request, [worker], now).hit(0)
+    def prefill(self, request: SimRequest, worker: int, now: float, pulled_tokens: int = 0) -> Dispatch:
+        """Count a request on the worker that computes its prompt for another, or pulls some of it."""
+        hit = max(self.residency(request, [worker], now).hit(0), pulled_tokens)
         return self._dispatch(request, worker, hit, hit, now)
 
     def decode(self, request: SimRequest, worker: int, now: float) -> Dispatch:
@@ -150,10 +151,12 @@ class Router:
         self.speculations.advance(now)
         return self.index.residency(self._chunks(request), self._block_tokens, workers, self.speculations)
 
-    def prospects(self, request: SimRequest, workers: Sequence[int], now: float, weights: Weights) -> Prospects:
-        """Return what a prompt would meet on each of ``workers``."""
+    def prospects(
+        self, request: SimRequest, workers: Sequence[int], now: float, weights: Weights, fetch: Fetch | None = None
+    ) -> Prospects:
+        """Return what a prompt would meet on each of ``workers``, which may ``fetch`` some of it."""
         residency = self.residency(request, workers, now)
-        return prospects(self.view(workers), residency, request.prompt_tokens, now, weights)
+        return prospects(self.view(workers), residency, request.prompt_tokens, now, weights, fetch)
 
     def view(self, workers: Sequence[int]) -> FleetView:
         """Return the state of ``workers``."""

@@ -3,6 +3,9 @@
 ``python -m tests.bench.disaggregation [apart] [--json]``: six workers of which two or three prefill, under the policies
 ``always``, ``never`` and ``break-even``.
 
+``python -m tests.bench.disaggregation [turns] [--json]``: the same six workers before agents, where prefill workers
+pull the turn before from the worker that decoded it, and where they do not.
+
 ``python -m tests.bench.disaggregation [pull] [--json]``: four workers that do both, and fetch prefixes from one another
 over links of several speeds, or do not; for agents whose contexts are long, and for bursts of one cold prompt.
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -30,10 +33,10 @@ from sim.fleet import DisaggregationSettings, FleetSettings, PullSettings
 from sim.generators import generator
 from sim.scaling import working_set_tokens
 
-Kind = Literal["apart", "pull"]
+Kind = Literal["apart", "turns", "pull"]
 Figures = dict[str, float]
 Line = tuple[str, str | float]
-"""Traffic, and the policy or the link's GB/s."""
+"""Traffic, and the policy, with or without pulled turns, or the link's GB/s."""
 Lines = dict[Line, Figures]
 Gains = dict[Line, list[float]]
 
@@ -48,6 +51,10 @@ APART: Final = {
 }
 APART_GB_S: Final = 40.0
 POLICIES: Final = ("always", "never", "break-even")
+TURNS: Final = ("agents", "agents, 3 prefill")
+PULLED: Final = ", pulled"
+PULLING: Final = ("always", f"always{PULLED}", "break-even", f"break-even{PULLED}")
+KEPT_S: Final = 400.0
 
 LONG_AGENTS: Final = (
     "agents:sessions=32,turns=15,system_tokens=2000,task_tokens=30000,observation_tokens=3000,think_s=2"
@@ -58,7 +65,7 @@ PULL: Final = {  # traffic, and its working set over the HBM of all workers; 0: 
     "bursts": ("bursts:bursts=40", 0.0),
 }
 PULL_GB_S: Final = (0.0, 10.0, 20.0, 40.0, 80.0)
-SEEDS: Final = {"apart": 2, "pull": 3}
+SEEDS: Final = {"apart": 2, "turns": 2, "pull": 3}
 
 
 @dataclass(frozen=True)
@@ -72,17 +79,22 @@ class Job:
 
 
 def jobs_of(kind: Kind) -> Iterator[Job]:
-    cells, choices = (APART, POLICIES) if kind == "apart" else (PULL, PULL_GB_S)
+    cells: Iterable[str] = {"apart": APART, "turns": TURNS, "pull": PULL}[kind]
+    choices: Sequence[str | float] = {"apart": POLICIES, "turns": PULLING, "pull": PULL_GB_S}[kind]
     for cell, choice, seed in product(cells, choices, range(SEEDS[kind])):
         yield Job(kind, cell, choice, seed)
 
 
 def run(job: Job) -> Figures:
     """Simulate one job."""
-    source, amount = (APART if job.kind == "apart" else PULL)[job.cell]
+    source, amount = (PULL if job.kind == "pull" else APART)[job.cell]
     trace = generator(source).trace(job.seed)
     if isinstance(job.choice, str):
-        apart = DisaggregationSettings(prefill_workers=int(amount), bytes_per_s=APART_GB_S * 1e9, policy=job.choice)  # type: ignore[arg-type]
+        policy: Any = job.choice.removesuffix(PULLED)
+        kept_s = KEPT_S if policy != job.choice else 0.0
+        apart = DisaggregationSettings(
+            prefill_workers=int(amount), bytes_per_s=APART_GB_S * 1e9, policy=policy, pull_back_s=kept_s
+        )
         fleet = FleetSettings(workers=6, disaggregation=apart)
     else:
         pull = PullSettings(bytes_per_s=job.choice * 1e9) if job.choice else None
@@ -92,7 +104,8 @@ def run(job: Job) -> Figures:
             fleet = replace(fleet, capacity_tokens=capacity)
     result = simulate(trace, fleet, "expected-cost", seed=job.seed)
     summary = result.summary()
-    moved = summary.get("transfers", summary.get("pulls", 0))
+    counter = {"apart": "transfers", "turns": "turns_pulled", "pull": "pulls"}[job.kind]
+    moved = result.counters.get(counter, 0.0)
     return {
         "ttft_mean_s": float(summary["ttft_mean_s"]),
         "ttft_p99_s": float(summary["ttft_p99_s"]),
@@ -131,10 +144,10 @@ def measured(kind: Kind) -> tuple[Lines, Gains]:
 def table(kind: Kind, found: Lines, gains: Gains) -> Table:
     shown = Table(title=f"{kind}, means of {SEEDS[kind]} seeds", title_justify="left")
     shown.add_column("traffic")
-    shown.add_column("policy" if kind == "apart" else "link")
+    shown.add_column("link" if kind == "pull" else "policy")
     for title in ("TTFT s", "p99 s", "ITL ms", "answer s", "requests/s", "hits", "moved"):
         shown.add_column(title, justify="right")
-    if kind == "pull":
+    if kind != "apart":
         shown.add_column("TTFT by seed", justify="right")
     for (cell, choice), figures in found.items():
         shown.add_row(
@@ -147,7 +160,7 @@ def table(kind: Kind, found: Lines, gains: Gains) -> Table:
             f"{figures['requests_per_s']:.2f}",
             f"{figures['hit_rate']:.1%}",
             f"{figures['moved_share']:.0%}",
-            *([" ".join(f"{gain:+.0%}" for gain in gains[cell, choice])] if kind == "pull" else []),
+            *([" ".join(f"{gain:+.0%}" for gain in gains[cell, choice])] if kind != "apart" else []),
         )
     return shown
 
@@ -161,11 +174,11 @@ def wins(found: Lines, figure: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.disaggregation", description=__doc__.splitlines()[0])
-    parser.add_argument("kind", nargs="?", choices=("apart", "pull"), help="one of them; default: both")
+    parser.add_argument("kind", nargs="?", choices=("apart", "turns", "pull"), help="one of them; default: all")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
     console = Console(stderr=options.json, width=120)
-    kinds: tuple[Kind, ...] = (options.kind,) if options.kind else ("apart", "pull")
+    kinds: tuple[Kind, ...] = (options.kind,) if options.kind else ("apart", "turns", "pull")
     report: dict[str, Any] = {}
     for kind in kinds:
         found, gains = measured(kind)

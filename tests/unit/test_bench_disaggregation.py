@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.bench import disaggregation
-from tests.bench.disaggregation import Job, jobs_of, run, table, wins
+from tests.bench.disaggregation import PULLING, Job, jobs_of, run, table, wins
 
 SMALL = {"few": ("agents:sessions=6,turns=3,task_tokens=2000", 2)}
 SMALL_PULL = {"few": ("agents:sessions=6,turns=3,task_tokens=20000", 0.0)}
@@ -46,3 +46,12 @@ def test_the_table_has_a_line_per_choice() -> None:
     figures = run(Job("pull", "few", 40.0, 0))
     lines = {("few", 0.0): figures, ("few", 40.0): figures}
     assert table("pull", lines, {line: [0.0, -0.1] for line in lines}).row_count == 2
+
+
+def test_turns_are_pulled_where_that_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded = {"few": ("agents:sessions=24,turns=3,task_tokens=20000,spread_s=2", 2)}
+    monkeypatch.setattr(disaggregation, "APART", crowded)
+    monkeypatch.setattr(disaggregation, "TURNS", tuple(crowded))
+    assert {job.choice for job in jobs_of("turns")} == {*PULLING}
+    alone, pulled = (run(Job("turns", "few", choice, 0)) for choice in ("always", "always, pulled"))
+    assert alone["moved_share"] == 0 < pulled["moved_share"]

@@ -20,6 +20,7 @@ from sim.fleet import (
 )
 from sim.profiles import find_profile
 from sim.requests import SimRequest, Trace
+from sim.results import SimResult
 
 BLOCK = 64
 PROFILE = find_profile("llama-3.1-70b/h100/4")
@@ -170,6 +171,30 @@ def test_a_lone_prompt_gains_nothing_by_being_moved_and_is_never_moved_where_tha
         assert result.counters["transfers"] == 0
 
 
+def second_turn_after_a_death(pull_back_s: float, policy: str = "always") -> SimResult:
+    """A conversation whose prefill worker has lost its cache between two turns."""
+    turns = [SimRequest(0.0, range(8192 // BLOCK), 8192, 10), SimRequest(30.0, range(8448 // BLOCK), 8448, 10)]
+    settings = replace(
+        apart(pull_back_s=pull_back_s, policy=policy), failures=(Failure(at_s=10.0, worker=0, down_s=5.0),)
+    )
+    return simulate(Trace(turns, BLOCK), settings, "round-robin")
+
+
+def test_the_next_turns_prefill_pulls_what_the_decode_worker_has_of_the_turn_before():
+    computed, pulled = second_turn_after_a_death(0.0), second_turn_after_a_death(60.0)
+    assert (computed.counters["turns_pulled"], pulled.counters["turns_pulled"]) == (0, 1)
+    assert (computed.hit_tokens[1].sum(), pulled.hit_tokens[1].sum()) == (0, 8192)
+    assert pulled.counters["transfers"] == computed.counters["transfers"] == 2
+    moved_s = 2e-3 + 8192 * PROFILE.kv_bytes_per_token / 40e9
+    saved_s = PROFILE.ttft_s(8448) - PROFILE.ttft_s(256, 8192)
+    assert computed.ttft_s[1] - pulled.ttft_s[1] == pytest.approx(saved_s - moved_s, rel=0.05)
+
+
+def test_a_turn_is_pulled_no_later_than_it_is_kept_and_not_where_its_prompt_stays_whole():
+    assert second_turn_after_a_death(5.0).counters["turns_pulled"] == 0
+    assert second_turn_after_a_death(60.0, "break-even").counters["turns_pulled"] == 0
+
+
 def test_break_even_answers_sooner_than_always_and_disturbs_less_than_never():
     requests = []
     for number in range(60):  # conversations of three turns: the first prefix is long, what follows is cached
@@ -219,6 +244,7 @@ def test_a_decode_worker_that_dies_before_the_prompt_arrives_is_replaced():
         (lambda: apart(2, 2), "none is left to decode"),
         (lambda: ReplicationSettings(copies=0), "copies"),
         (lambda: DisaggregationSettings(prefill_workers=0), "prefill_workers"),
+        (lambda: DisaggregationSettings(prefill_workers=1, pull_back_s=-1), "pull_back_s"),
     ],
 )
 def test_impossible_fleets_are_refused(build, message):
