@@ -22,6 +22,7 @@ from sim.fleet import Failure, FleetSettings
 from sim.holding import Holding, Leg, Live
 from sim.index import FleetIndex
 from sim.jobs import BatchLimits, Job
+from sim.pieces import BETWEEN_S, Pieces
 from sim.pull import Pulls
 from sim.records import Records
 from sim.replication import Replication
@@ -106,7 +107,9 @@ class Simulation:
         self._retries = self._lost = 0
         self._next_of: dict[int, int] = next_turns(trace) if trace.closed_loop else {}
         holds = fleet.gateway.order != "none"
-        self._holding: Holding | None = Holding(fleet.gateway, fleet.workers) if holds else None
+        fleets = [router.fleet for router in self.routers]
+        self._holding: Holding | None = Holding(fleet.gateway, fleets, size) if holds else None
+        self._pieces = Pieces(trace, self.routers)
         self._apart = Disaggregation(fleet.disaggregation, fleet, size) if fleet.disaggregation else None
         self._replication = Replication(fleet.replication, fleet, size) if fleet.replication else None
         self._pulls = Pulls(fleet.pull, fleet, size) if fleet.pull else None
@@ -199,9 +202,13 @@ class Simulation:
             return
         if live.dispatch.source is not None and self._fetch(live, live.dispatch.source):
             return
-        self.routers[live.replica].started(live.dispatch, self.now)
+        if live.ends:
+            job = self._pieces.begin(live, self.now)
+        else:
+            job = live.job
+            self.routers[live.replica].started(live.dispatch, self.now)
         worker = self.workers[row]
-        worker.add(live.job, self.now)
+        worker.add(job, self.now)
         ends_at = worker.ends_at
         if ends_at == inf:
             self._start(row)
@@ -252,9 +259,13 @@ class Simulation:
             return
         first, done = worker.finish(self.now)
         for job in first:
-            self._answer(self._live[job.number])
+            if job.number not in self._pieces:
+                self._answer(self._live[job.number])
         for job in done:
-            self._end(self._live[job.number])
+            if job.number in self._pieces:
+                self._go_on_in_pieces(self._pieces.end(job.number, self.now))
+            else:
+                self._end(self._live[job.number])
         self._start(row)
 
     def _answer(self, live: Live) -> None:
@@ -263,7 +274,7 @@ class Simulation:
         self.routers[live.replica].first_byte(live.dispatch, self.now)
         self._tell_others(live.replica, lambda router: router.hear_first_byte(job.number, self.now))
         if live.leg != "decode":
-            self.records.admitted(job.number, job.started_at, job.hit_tokens)
+            self.records.admitted(job.number, *live.begun())
         if live.leg != "prefill":
             self.records.answered(job.number, self.now)
 
@@ -290,6 +301,12 @@ class Simulation:
         if self._holding is not None:
             for following in self._holding.left(live):
                 self._at(self.now, self._deliver, following)
+
+    def _go_on_in_pieces(self, live: Live) -> None:
+        """A piece of a request is computed: what follows it waits for its turn."""
+        assert self._holding is not None
+        for following in self._holding.next_piece(live, self.trace.requests[live.job.number]):
+            self._at(self.now + BETWEEN_S * (following is live), self._deliver, following)
 
     def _go_on(self, number: int) -> None:
         """A request is over: the conversation goes on."""
@@ -379,7 +396,9 @@ class Simulation:
         if cold:
             tiers.append(Tier.DISK)
         lives = self._holding.give_up(row) if self._holding is not None else []
-        lives += [self._live[job.number] for job in worker.abandon()]
+        for job in worker.abandon():
+            in_pieces = job.number in self._pieces
+            lives.append(self._pieces.lose(job.number, self.now) if in_pieces else self._live[job.number])
         for live in lives:
             self._leave(live)
         if worker.tiers is not None:

@@ -126,6 +126,7 @@ class GatewaySettings:
         order: in which order requests that are held go on (``policies.order``), or ``none``; by default the gateway's.
         order_params: parameters of the order.
         budget_tokens: uncached tokens that a worker is given at a time where requests are held.
+        piece_tokens: held prompts with more uncached tokens go in pieces of this size (``policies.pieces``); 0: whole.
     """
 
     replicas: int = 1
@@ -139,12 +140,15 @@ class GatewaySettings:
     order: str = "least-work"
     order_params: dict[str, Any] = field(default_factory=dict)
     budget_tokens: int = 8192
+    piece_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.order != "none":
             create_order(self.order, self.order_params)
         if self.budget_tokens < 1:
             raise ValueError(f"gateway: budget_tokens must be at least 1, not {self.budget_tokens}")
+        if self.piece_tokens < 0:
+            raise ValueError(f"gateway: piece_tokens must not be negative, but is {self.piece_tokens}")
         if self.replicas < 1:
             raise ValueError(f"gateway: replicas must be at least 1, not {self.replicas}")
         if not 0 < self.metrics_s < inf:
@@ -365,6 +369,11 @@ class FleetSettings:
         if size % self.block_tokens:
             raise ValueError(
                 f"trace {trace.name!r}: blocks of {size} tokens are not multiples of the engine's {self.block_tokens}"
+            )
+        if 0 < self.gateway.piece_tokens < size:
+            raise ValueError(
+                f"trace {trace.name!r}: its blocks of {size} tokens are longer than pieces of prompts "
+                f"(gateway: piece_tokens, {self.gateway.piece_tokens})"
             )
         for number, request in enumerate(trace.requests):
             if -(-(request.prompt_tokens + request.output_tokens) // size) > most:

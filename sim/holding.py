@@ -1,15 +1,17 @@
 """Requests on their way: on a worker, or held by a gateway until the turn of their worker comes.
 
-They are held as ``gateway.dispatch`` holds them, by the same turnstiles.
+They are held as ``gateway.dispatch`` holds them, by the same turnstiles, and long prompts go in the same pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+from policies.base import FleetView
 from policies.order import Held, Turnstile, create_order
+from policies.pieces import has_room, piece_ends
 from sim.fleet import GatewaySettings
 from sim.jobs import Job
 from sim.requests import SimRequest
@@ -28,6 +30,9 @@ class Live:
         dispatch: how it is counted there.
         leg: all of it, its prefill, or what comes after a prefill elsewhere.
         life: the worker's, when it was sent.
+        ends: leading tokens of the prompt that each of its pieces covers that has yet to be computed.
+        computed_tokens: tokens of the prompt that pieces have computed.
+        begun_at: when the first piece was begun; -1 before.
     """
 
     job: Job
@@ -35,6 +40,19 @@ class Live:
     dispatch: Dispatch
     leg: Leg
     life: int
+    ends: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    begun_at: float = -1.0
+
+    def begun(self) -> tuple[float, list[int]]:
+        """Return when its prefill began, and the tokens found cached then, by tier: not those that pieces computed."""
+        if self.begun_at < 0:
+            return self.job.started_at, self.job.hit_tokens
+        hits, ours = [], self.computed_tokens
+        for tokens in self.job.hit_tokens:
+            hits.append(max(0, tokens - ours))
+            ours = max(0, ours - tokens)
+        return self.begun_at, hits
 
 
 class _Turn(Held):
@@ -52,30 +70,57 @@ class Holding:
 
     Args:
         settings: of the gateways, which share a worker's budget evenly.
-        workers: how many there are.
+        fleets: the workers, as each gateway sees them.
+        block_tokens: tokens per chunk id.
     """
 
-    def __init__(self, settings: GatewaySettings, workers: int) -> None:
+    def __init__(self, settings: GatewaySettings, fleets: Sequence[FleetView], block_tokens: int) -> None:
         budget = settings.budget_tokens / settings.replicas
         self._stiles = [
-            [Turnstile(create_order(settings.order, settings.order_params), budget) for _ in range(workers)]
-            for _ in range(settings.replicas)
+            [Turnstile(create_order(settings.order, settings.order_params), budget) for _ in fleet.names]
+            for fleet in fleets
         ]
+        self._fleets = fleets
+        self._piece_tokens = settings.piece_tokens
+        self._block_tokens = block_tokens
         self._turns: dict[Live, _Turn] = {}
 
     def admits(self, live: Live, request: SimRequest, now: float) -> bool:
-        """Return whether a request may go to its worker at once; else ``left`` will return it."""
-        stile = self._stiles[live.replica][live.dispatch.worker]
-        turn = self._turns[live] = _Turn(live, stile, request, now)
-        return stile.enter(turn)
+        """Return whether a request, or its first piece, may go to its worker at once; else ``left`` will return it."""
+        if self._piece_tokens and live.leg == "whole" and live.dispatch.source is None:
+            flight = live.dispatch.flight
+            cached, named = flight.prompt_tokens - flight.uncached_tokens, len(request.chunks) * self._block_tokens
+            ends = piece_ends(flight.prompt_tokens, cached, self._piece_tokens, self._block_tokens)
+            live.ends = [end for end in ends if end <= named]
+        return self._enter(live, request, now)
+
+    def next_piece(self, live: Live, request: SimRequest) -> Iterator[Live]:
+        """A piece is computed: hold the request until the turn of what follows, and yield those that may go now."""
+        done = self._turns[live]
+        if self._enter(live, request, done.held_at):
+            yield live
+        yield from self._leave(done)
 
     def left(self, live: Live) -> Iterator[Live]:
         """A request's prefill is over, or will not be: yield those that may go now."""
         turn = self._turns.pop(live, None)
         if turn is not None:
-            turn.stile.leave(turn)
-            while isinstance(following := turn.stile.release(), _Turn):
-                yield following.live
+            yield from self._leave(turn)
+
+    def _enter(self, live: Live, request: SimRequest, held_at: float) -> bool:
+        worker, flight, fleet = live.dispatch.worker, live.dispatch.flight, self._fleets[live.replica]
+        turn = self._turns[live] = _Turn(live, self._stiles[live.replica][worker], request, held_at)
+        running, capacity = float(fleet.decode_tokens[worker]), float(fleet.kv_capacity_tokens[worker])
+        if live.ends and not has_room(flight.prompt_tokens, running, capacity):
+            live.ends = []
+        if live.ends:
+            turn.tokens = live.ends[0] - (flight.prompt_tokens - flight.uncached_tokens)
+        return turn.stile.enter(turn)
+
+    def _leave(self, turn: _Turn) -> Iterator[Live]:
+        turn.stile.leave(turn)
+        while isinstance(following := turn.stile.release(), _Turn):
+            yield following.live
 
     def give_up(self, worker: int) -> list[Live]:
         """Return what is held for a worker that has died, and hold it no longer."""

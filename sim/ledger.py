@@ -70,6 +70,13 @@ class Ledger:
             self._held[flight.row] -= 1
             self._prefill(flight, now)
 
+    def shrink(self, flight: Flight, uncached_tokens: int, prefill_s: float) -> None:
+        """So much is left for a held request: the rest of its prefill is done, or a flight of its own."""
+        cells = self._cells
+        cells[_PENDING_TOKENS, flight.row] += uncached_tokens - flight.uncached_tokens
+        cells[_PENDING_S, flight.row] = max(0.0, cells[_PENDING_S, flight.row] + prefill_s - flight.prefill_s)
+        flight.uncached_tokens, flight.prefill_s = uncached_tokens, prefill_s
+
     def first_byte(self, flight: Flight, now: float) -> None:
         """The prefill is done."""
         self._leave_prefill(flight, now, seen=True)

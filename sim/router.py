@@ -166,6 +166,15 @@ class Router:
         version = self._versions.setdefault(rows, -1 - len(self._versions))
         return self.fleet.take(np.array(rows), version)
 
+    def piece(self, whole: Dispatch, prefix_tokens: int, now: float) -> Flight:
+        """Count a piece of a held request, up to the end of a prefix, by itself, and the request for what is left."""
+        flight, speed = whole.flight, self._profile
+        begin, left = flight.prompt_tokens - flight.uncached_tokens, flight.prompt_tokens - prefix_tokens
+        new = prefix_tokens - begin
+        piece = self.ledger.dispatch(flight.row, prefix_tokens, new, speed.ttft_s(new, begin), now)
+        self.ledger.shrink(flight, left, speed.ttft_s(left, prefix_tokens))
+        return piece
+
     def started(self, dispatch: Dispatch, now: float) -> None:
         """A request that was held goes to its worker."""
         self.ledger.start(dispatch.flight, now)

@@ -122,6 +122,12 @@ class Flight:
             self.started_at = now
             self._ledger._start(self, self._account, now, was_held=True)
 
+    def shrink(self, uncached_tokens: int, prefill_s: float) -> None:
+        """So much is left for a held request: the rest of its prefill is done, or a flight of its own."""
+        if self.stage == Flight.HELD:
+            self._ledger._shrink(self, self._account, uncached_tokens, prefill_s)
+            self.uncached_tokens, self.prefill_s = uncached_tokens, prefill_s
+
     def first_byte(self, now: float) -> None:
         """The worker began to answer: its prefill of this prompt is done."""
         if self.stage == Flight.PREFILL:
@@ -225,6 +231,12 @@ class Ledger:
             self._dispatched += 1
             done_at = max(now + flight.prefill_s, state[_SINCE, row] + account.started_s)
             heappush(self._presumed, (done_at, self._dispatched, flight))
+
+    def _shrink(self, flight: Flight, account: _Account, uncached_tokens: int, prefill_s: float) -> None:
+        if account.open:
+            state, row = self._cells, account.worker.row
+            state[_PENDING_TOKENS, row] += uncached_tokens - flight.uncached_tokens
+            state[_PENDING_S, row] = max(0.0, state[_PENDING_S, row] + prefill_s - flight.prefill_s)
 
     def _leave_prefill(self, flight: Flight, account: _Account, now: float, seen: bool) -> None:
         if account.open:

@@ -51,13 +51,14 @@ _COLLAPSED: Final = 0.5  # a hit rate, or requests answered, below this share of
 
 @dataclass(frozen=True)
 class Entrant:
-    """A policy with its parameters, the order in which held requests are released, and a factor for the size of HBM."""
+    """A policy with its parameters, how requests are held and released, and a factor for the size of HBM."""
 
     label: str
     policy: str
     params: Mapping[str, Any] = field(default_factory=dict)
     order: str = "none"
     hbm: int = 1
+    piece_tokens: int = 0
 
 
 DEFAULT: Final = Entrant(OURS, OURS, order="least-work")
@@ -77,6 +78,7 @@ ABLATION: Final = (
     ),
     Entrant("released fifo", OURS, order="fifo"),
     Entrant("nothing held", OURS),
+    Entrant("long prompts in pieces", OURS, order="least-work", piece_tokens=8192),
 )
 
 
@@ -97,7 +99,7 @@ def run(job: Job) -> Figures:
     fleet = replace(
         fleet,
         capacity_tokens=job.entrant.hbm * fleet.capacity_tokens,
-        gateway=GatewaySettings(order=job.entrant.order),
+        gateway=GatewaySettings(order=job.entrant.order, piece_tokens=job.entrant.piece_tokens),
     )
     result = simulate(trace, fleet, job.entrant.policy, job.entrant.params, job.seed)
     if trace.closed_loop:

@@ -19,7 +19,7 @@ NAMES = ("a", "b")
 happenings = st.lists(
     st.tuples(
         st.floats(0, 5),
-        st.sampled_from(["dispatch", "hold", "start", "first_byte", "end"]),
+        st.sampled_from(["dispatch", "hold", "shrink", "start", "first_byte", "end"]),
         st.integers(0, 9),
         st.integers(1, 9999),
     ),
@@ -45,7 +45,10 @@ def test_both_count_alike(happened):
             flights.append((theirs.dispatch(worker, *cost, held=held), ours.dispatch(NAMES.index(name), *cost, held)))
         elif flights:
             their_flight, our_flight = flights[whom % len(flights)]
-            if what == "start":
+            if what == "shrink" and our_flight.held:
+                their_flight.shrink(tokens, tokens * 1e-4)
+                ours.shrink(our_flight, tokens, tokens * 1e-4)
+            elif what == "start":
                 their_flight.start(now)
                 ours.start(our_flight, now)
             elif what == "first_byte" and not our_flight.decoding and not our_flight.held:
