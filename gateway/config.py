@@ -239,6 +239,12 @@ class DispatchConfig(Section):
         8192, ge=1, description="uncached tokens that a worker is given at a time, about what one engine step takes in"
     )
     max_held: int = Field(1000, ge=1, description="held per worker; further requests for it get 429")
+    piece_tokens: int = Field(
+        0,
+        ge=0,
+        description="under least-work, prompts with more uncached tokens are computed in pieces of so many, "
+        "about budget_tokens; 0: as a whole; see docs/dispatch.md",
+    )
 
     @model_validator(mode="after")
     def _known(self) -> DispatchConfig:
@@ -345,6 +351,15 @@ class Config(Section):
         for name, model in self.models.items():
             if model.pass_token_ids and not self.prompt.self_check.rate:
                 raise ValueError(f"models.{name}.pass_token_ids is on, so prompt.self_check.rate must be above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _pieces_have_chunks(self) -> Config:
+        if 0 < self.dispatch.piece_tokens < self.prompt.chunk_tokens:
+            raise ValueError(
+                f"dispatch.piece_tokens ({self.dispatch.piece_tokens}) must be 0 or at least prompt.chunk_tokens "
+                f"({self.prompt.chunk_tokens})"
+            )
         return self
 
     def masked(self) -> dict[str, Any]:

@@ -27,13 +27,15 @@ the worker's speed, and a speed that is only configured may be far below what it
 
 
 class _Turn(Held):
-    """A request at its worker's turnstile."""
+    """A request, or a piece of it, at its worker's turnstile."""
 
-    __slots__ = ("flight", "line", "waiter")
+    __slots__ = ("flight", "is_piece", "line", "waiter")
 
-    def __init__(self, flight: Flight, line: _Line, request: RoutingRequest, now: float) -> None:
-        super().__init__(flight.prefill_s, flight.uncached_tokens, now, request.priority, request.session or "")
+    def __init__(self, flight: Flight, line: _Line, request: RoutingRequest, piece_tokens: int) -> None:
+        tokens, held_at = piece_tokens or flight.uncached_tokens, flight.started_at
+        super().__init__(flight.prefill_s, tokens, held_at, request.priority, request.session or "")
         self.flight = flight
+        self.is_piece = piece_tokens > 0
         self.line = line
         self.waiter: asyncio.Future[bool] | None = None
 
@@ -75,12 +77,20 @@ class Dispatcher:
         registry.on_change(self._on_change)
         registry.on_state(self._on_state)
 
-    async def turn(self, flight: Flight, request: RoutingRequest) -> bool:
+    def holds(self, flight: Flight) -> bool:
+        """Return whether a request may have to wait for its turn."""
+        return flight.streamed or self._ledger.timed(flight.worker) >= _TIMED_PREFILLS
+
+    async def turn(self, flight: Flight, request: RoutingRequest, piece_tokens: int = 0) -> bool:
         """Wait until a request may go to its worker, and start its flight.
 
+        A long prompt may go in pieces. Its turn for a piece leaves its flight held, and lasts until it comes here
+        again, or ends: nobody takes its place meanwhile who would not have taken it of the whole request.
+
         Args:
-            flight: counted as held.
+            flight: counted as held; its work is what is left of the prompt.
             request: its priority and whose it is.
+            piece_tokens: uncached tokens of a piece, where one is to go; 0: the request itself.
 
         Returns:
             False where the worker has stopped being ready meanwhile: another has to be chosen.
@@ -89,13 +99,13 @@ class Dispatcher:
             Saturated: too many are held for this worker.
         """
         now = monotonic()
-        if not flight.streamed and self._ledger.timed(flight.worker) < _TIMED_PREFILLS:
+        if not self.holds(flight):
             flight.start(now)
             return True
         line = self._lines.get(flight.worker) or self._open(flight.worker)
-        turn = _Turn(flight, line, request, now)
+        turn, piece = _Turn(flight, line, request, piece_tokens), self._turns.get(flight)
         line.stile.budget_tokens = self._budget(line.worker)
-        if line.stile.waiting >= self._config.max_held and line.worker.row >= 0:
+        if piece is None and line.stile.waiting >= self._config.max_held and line.worker.row >= 0:
             self.refused += 1
             raise Saturated(
                 f"{line.stile.waiting} requests are waiting for worker {line.worker.name} (dispatch.max_held).",
@@ -103,9 +113,14 @@ class Dispatcher:
             )
         self._turns[flight] = turn
         if line.stile.enter(turn):
-            flight.start(now)
+            self._go(turn, now)
+        else:
+            turn.waiter = asyncio.get_running_loop().create_future()
+        if piece is not None:
+            piece.line.stile.leave(piece)
+            self._release(piece.line)
+        if turn.waiter is None or turn.waiter.done():
             return True
-        turn.waiter = asyncio.get_running_loop().create_future()
         self.held += 1
         self._waiting += 1
         self._tick()
@@ -153,9 +168,14 @@ class Dispatcher:
         now = monotonic()
         while (turn := line.stile.release()) is not None:
             assert isinstance(turn, _Turn) and turn.waiter is not None
-            turn.flight.start(now)
+            self._go(turn, now)
             if not turn.waiter.done():  # else its client has left, and it is about to leave too
                 turn.waiter.set_result(True)
+
+    @staticmethod
+    def _go(turn: _Turn, now: float) -> None:
+        if not turn.is_piece:
+            turn.flight.start(now)
 
     def _budget(self, worker: Worker) -> float:
         """Return this gateway's part of the budget, which replicas share by what each has for the worker."""

@@ -22,6 +22,7 @@ from gateway.observe.record import Outcome, RequestRecord
 from gateway.relay.answer import Answer, Client, ErrorAnswer, own_headers
 from gateway.relay.disaggregation import HandOver, hand_over
 from gateway.relay.head import RequestHead, ResponseHead
+from gateway.relay.pieces import cached_before, its_turn
 from gateway.relay.report import body_for
 from gateway.relay.resume import Resumption, resumption
 from gateway.relay.retry import REFUSED_STATUSES, RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, refused_by
@@ -59,6 +60,7 @@ class Exchange:
         "_held",
         "_moved_at",
         "_outcome",
+        "_plan",
         "_record",
         "_refusal",
         "_repeatable",
@@ -87,6 +89,7 @@ class Exchange:
         self._record = RequestRecord(head.request_id, head.path, 0.0)
         self._answered = False  # the client has all it will get
         self._ending: GatewayError | Outcome | None = None  # why ``task`` was cancelled
+        self._plan: Plan | None = None
         self.head = head
         self.body = b""
         self.answer = Answer(client, head)
@@ -131,6 +134,7 @@ class Exchange:
                 self._account()
 
     def _admit(self, plan: Plan) -> None:
+        self._plan = plan
         plan.note(self._record)
         if plan.model is not None:
             self._timeouts = self._services.timeouts_for(plan.model)
@@ -155,12 +159,8 @@ class Exchange:
             route.note(self._record)
             if not self.answer.started:
                 self._record.routed_at = monotonic()
-            if (
-                services.dispatcher is not None
-                and plan.request is not None
-                and route.flight.stage == Flight.HELD
-                and not await services.dispatcher.turn(route.flight, plan.request)
-            ):  # the worker has stopped being ready
+            if route.flight.stage == Flight.HELD and not await its_turn(services, plan, route):
+                # the worker has stopped being ready
                 self._leave()
                 continue
             self._begun = False
@@ -176,6 +176,7 @@ class Exchange:
             tried.append(worker)
             if self._begun and self._resumption is not None:
                 self.body, plan = await self._resumption.continuation()
+                plan.prompt = None  # the client waits in the middle of its answer: its rest goes whole
                 tried, self._held = [worker], None
                 if apart is not None:
                     apart.close()
@@ -276,6 +277,8 @@ class Exchange:
             if self._route.to_remember:
                 self._services.approximate.answered(self._route.worker.slot)
         self.body = b""  # nobody needs it any more, and streams live long
+        if self._plan is not None:
+            self._plan.prompt = None
         if self._hand_over is not None:
             self._hand_over.begun(self._route)
         if self.answer.started:
@@ -385,6 +388,8 @@ class Exchange:
         record.ended_at = monotonic()
         self.answer.note_usage(record)
         if self._route is not None:
+            if self._route.computed_tokens:
+                record.cached_tokens = cached_before(self._services, self._route, record.cached_tokens)
             if self._route.flight.fetch is not None and not record.resumptions:
                 self._services.fetches.ended(self._route.flight.fetch, record.cached_tokens)
             self._leave()

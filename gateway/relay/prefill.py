@@ -1,6 +1,6 @@
 """A request for a prompt's prefill alone: sent, seen through and accounted for by its own task.
 
-It is one leg of a request that goes over two workers, or a warm-up of ours.
+It is one leg of a request that goes over two workers, a piece of a long prompt, or a warm-up of ours.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Final
 
 from gateway.errors import Saturated
+from gateway.fleet.ledger import Flight
 from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.legs import PrefillAnswer, read_params
 from gateway.relay.retry import REFUSED_STATUSES, Failure, FailureKind, refused_by
@@ -114,7 +115,12 @@ class PrefillLeg:
         """Wait for the worker's turn, send the request and wait for its answer."""
         services, request = self._services, self._plan.request
         assert request is not None
-        if services.dispatcher is not None and not await services.dispatcher.turn(self._route.flight, request):
+        flight = self._route.flight
+        if (
+            services.dispatcher is not None
+            and flight.stage == Flight.HELD
+            and not await services.dispatcher.turn(flight, request)
+        ):
             return Failure(FailureKind.REFUSED, "has stopped being ready")
         return await services.upstream.of(self.worker).ask(partial(self._send, body))
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from gateway.config import RoutePath
+from gateway.dispatch.pieces import LongPrompt
 from gateway.errors import BadRequest, GatewayError, NoWorker
 from gateway.fleet.ledger import Fetch, Flight
 from gateway.fleet.registry import Candidates, State, Worker
@@ -46,6 +47,7 @@ class Plan(msgspec.Struct):
         request: what the policy sees; None for requests that go by load alone.
         body: what the worker gets in place of the client's body; None where it gets that.
         policy: decides about ``request``.
+        prompt: what pieces of the prompt are made of, where it may go in pieces; forgotten once it is answered.
     """
 
     model: str | None = None
@@ -53,6 +55,7 @@ class Plan(msgspec.Struct):
     request: RoutingRequest | None = None
     body: bytes | None = None
     policy: Policy | None = None
+    prompt: LongPrompt | None = None
 
     def note(self, record: RequestRecord) -> None:
         """Write down what the request is."""
@@ -78,6 +81,7 @@ class Route(msgspec.Struct):
         reason: the decision's reason.
         body: what this worker gets in place of the plan's body, where prefill and decode are apart.
         hint: whom its engine is told to fetch a prefix from, where it is to be told.
+        computed_tokens: prompt tokens that pieces of it have computed there, before it went itself.
     """
 
     worker: Worker
@@ -90,6 +94,7 @@ class Route(msgspec.Struct):
     asks_report: bool = False
     body: bytes | None = None
     hint: SourceHint | None = None
+    computed_tokens: int = 0
 
     def note(self, record: RequestRecord) -> None:
         """Write down where the request goes."""
@@ -126,7 +131,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
         method: of the request.
         path: of the request.
         body: of the request.
-        counts: whether it is a use of its prefix.
+        counts: whether it is a use of its prefix, and goes in pieces where that is due.
 
     Raises:
         GatewayError: the body is not a valid request, its model is not served, or no worker is there to serve it.
@@ -140,6 +145,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
     model = request.model or only_model(services.registry)
     candidates = services.registry.candidates(model)
     config = services.config.prompt
+    long: LongPrompt | None = None
     try:
         prompt = await services.prompts.prompt(request, candidates)
         tokens, chunks = prompt.tokens, prompt.chunks
@@ -147,6 +153,8 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
         forwarded = services.prompts.body_with_ids(body, prompt, candidates)
         if counts and services.seen is not None:
             services.seen.note(model, path, body, request, prompt)
+        if counts and services.pieces is not None:
+            long = services.pieces.read(model, request.cache_salt, prompt, candidates)
     except GatewayError:
         raise
     except Exception:
@@ -162,7 +170,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
         priority=-(request.priority or 0),  # in requests, as engines have it, less is more urgent
     )
     policy = services.policies.of(model, candidates.model, path)
-    return Plan(model, bool(request.stream), routing_request, forwarded, policy)
+    return Plan(model, bool(request.stream), routing_request, forwarded, policy, long)
 
 
 def prompt_path(path: str, body: bytes) -> str:
@@ -323,10 +331,8 @@ def count_on(
     """Count a request on the worker that is to prefill its prompt, after what it is to fetch of it."""
     request = plan.request
     assert request is not None
-    new, cached = max(1, request.prompt_tokens - hit_tokens), hit_tokens
-    # T_prefill(n, p) = a + b·n + c·n·(p + n/2), with the worker's learned a, b, c
-    cell, row = services.registry.fleet.state.item, worker.row
-    prefill_s = cell(_PREFILL_A, row) + new * (cell(_PREFILL_B, row) + cell(_PREFILL_C, row) * (cached + new / 2))
+    new = max(1, request.prompt_tokens - hit_tokens)
+    prefill_s = prefill_s_on(services, worker, new, hit_tokens)
     held = services.dispatcher is not None
     if fetch is not None:
         fetch.rest_s = prefill_s
@@ -334,6 +340,15 @@ def count_on(
     flight = services.ledger.dispatch(worker, request.prompt_tokens, new, prefill_s, now, plan.streamed, held)
     flight.fetch = fetch
     return _speculate(services, request, worker, flight, hit_tokens, reason, now)
+
+
+def prefill_s_on(services: Services, worker: Worker, new: int, cached: int) -> float:
+    """Return the seconds that a worker takes for so many new tokens behind cached ones.
+
+    That is ``T_prefill(n, p) = a + b·n + c·n·(p + n/2)``, with the worker's learned a, b, c.
+    """
+    cell, row = services.registry.fleet.state.item, worker.row
+    return cell(_PREFILL_A, row) + new * (cell(_PREFILL_B, row) + cell(_PREFILL_C, row) * (cached + new / 2))
 
 
 def count_leg(services: Services, plan: Plan, worker: Worker, hit_tokens: int, now: float, decodes: bool) -> Route:

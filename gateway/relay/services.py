@@ -9,6 +9,7 @@ from typing import Final
 
 from gateway.config import AnswerTimeouts, Config, ResumptionConfig
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.pieces import Pieces
 from gateway.fleet.health import Health
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.registry import Registry, Worker
@@ -35,7 +36,7 @@ class Services:
     """The other rooms, as the relay uses them.
 
     ``outbox`` is there where other replicas are to hear of what is sent where, ``seen`` where hot prefixes are looked
-    for, ``dispatcher`` where requests are held until their turn.
+    for, ``dispatcher`` where requests are held until their turn, ``pieces`` where long ones among them go in pieces.
     """
 
     config: Config
@@ -55,6 +56,7 @@ class Services:
     hand_overs: HandOverBook = field(init=False)
     fetches: FetchRates = field(init=False)
     dispatcher: Dispatcher | None = field(init=False, default=None)
+    pieces: Pieces | None = field(init=False, default=None)
     _complained_at: dict[str, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,9 @@ class Services:
         if self.config.dispatch.order != "none":
             self.dispatcher = Dispatcher(self.registry, self.ledger, self.config.dispatch)
             self.dispatcher.expose(self.observer)
+        if self.config.dispatch.order == "least-work" and self.config.dispatch.piece_tokens:
+            self.pieces = Pieces(self.config, self.registry)
+            self.pieces.expose(self.observer)
 
     def complain(self, message: str, *values: object) -> None:
         """Log the exception being handled, each message once in ten seconds: such faults may strike every request."""
