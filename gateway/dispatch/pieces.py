@@ -21,6 +21,7 @@ from policies.pieces import has_room, piece_ends
 _DECODE_TOKENS: Final = COLUMNS.index("decode_tokens")
 _CAPACITY: Final = COLUMNS.index("kv_capacity_tokens")
 _PAUSE_S: Final = 300.0  # a worker that refuses pieces, or does not find what they left, gets none for so long
+_TURNED_AWAY: Final = (401, 403)
 _MISSES: Final = 3  # prompts in succession of which a worker has found nothing
 
 
@@ -111,10 +112,18 @@ class Pieces:
         self._tokens += new_tokens
         return found
 
-    def failed(self, worker: Worker, refused: bool) -> None:
-        """Count a piece that was not computed; a worker that finds the request itself wrong gets none for a while."""
+    def failed(self, worker: Worker, refused: bool, status: int) -> None:
+        """Count a piece that was not computed.
+
+        A worker that finds such requests wrong gets none for a while; one that turns away this client takes others'.
+
+        Args:
+            worker: where it went.
+            refused: the worker found the request itself wrong.
+            status: of its answer, 0 without one.
+        """
         self._outcomes["refused" if refused else "failed"] += 1
-        if refused:
+        if refused and status not in _TURNED_AWAY:
             self._pause(worker)
 
     def cached_before(self, worker: Worker, hit_tokens: int, computed_tokens: int, cached_tokens: int) -> int:

@@ -159,7 +159,7 @@ class Exchange:
             route.note(self._record)
             if not self.answer.started:
                 self._record.routed_at = monotonic()
-            if route.flight.stage == Flight.HELD and not await its_turn(services, plan, route):
+            if route.flight.stage == Flight.HELD and not await its_turn(services, plan, route, self.head):
                 # the worker has stopped being ready
                 self._leave()
                 continue

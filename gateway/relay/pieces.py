@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from time import monotonic
 
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.pieces import LongPrompt, Pieces
 from gateway.fleet.registry import State
+from gateway.relay.head import RequestHead
 from gateway.relay.prefill import PrefillLeg
 from gateway.relay.route import Plan, Route, prefill_s_on
 from gateway.relay.services import Services
@@ -21,69 +23,84 @@ from gateway.replication.warmup import WarmUp
 from policies.base import RoutingRequest
 
 
-def its_turn(services: Services, plan: Plan, route: Route) -> Awaitable[bool]:
-    """Wait until a held request may go to its worker; see ``Dispatcher.turn``."""
-    dispatcher, pieces, request = services.dispatcher, services.pieces, plan.request
+def its_turn(services: Services, plan: Plan, route: Route, head: RequestHead) -> Awaitable[bool]:
+    """Wait until a held request may go to its worker, having it computed in pieces before where it is long.
+
+    Args:
+        services: the other rooms.
+        plan: the request's plan.
+        route: where it is held.
+        head: the request's head; its pieces go with the client's own API key.
+
+    Returns:
+        False where the worker has stopped being ready meanwhile: another has to be chosen.
+
+    Raises:
+        Saturated: too many are held for this worker.
+    """
+    dispatcher, request = services.dispatcher, plan.request
     assert dispatcher is not None and request is not None, "it is held"
-    if pieces is None or plan.prompt is None or route.flight.fetch is not None:
+    if services.pieces is None or plan.prompt is None or route.flight.fetch is not None:
         return dispatcher.turn(route.flight, request)
-    return _in_pieces(services, dispatcher, pieces, plan, plan.prompt, request, route)
+    return _Chain(services, dispatcher, services.pieces, plan, request, route, head).run(plan.prompt)
 
 
-async def _in_pieces(
-    services: Services,
-    dispatcher: Dispatcher,
-    pieces: Pieces,
-    plan: Plan,
-    long: LongPrompt,
-    request: RoutingRequest,
-    route: Route,
-) -> bool:
-    worker, flight, begin = route.worker, route.flight, route.hit_tokens
-    for end in pieces.ends(worker, long, begin):
-        if not dispatcher.holds(flight) or not pieces.have_room(worker, flight.prompt_tokens):
-            break
-        if not await dispatcher.turn(flight, request, end - begin):
-            return False
-        warm_up = pieces.request(long, end)
-        if warm_up is None:
-            break
-        leg = await _compute(services, plan, route, warm_up, begin, end)
-        if worker.state is not State.READY or worker.row < 0:
-            return False
+@dataclass(slots=True)
+class _Chain:
+    """The pieces of one prompt on one worker."""
+
+    services: Services
+    dispatcher: Dispatcher
+    pieces: Pieces
+    plan: Plan
+    request: RoutingRequest
+    route: Route
+    head: RequestHead
+
+    async def run(self, long: LongPrompt) -> bool:
+        """See the pieces through, one after the other, and wait for the turn of what they leave."""
+        worker, flight, begin = self.route.worker, self.route.flight, self.route.hit_tokens
+        for end in self.pieces.ends(worker, long, begin):
+            if not self.dispatcher.holds(flight) or not self.pieces.have_room(worker, flight.prompt_tokens):
+                break
+            if not await self.dispatcher.turn(flight, self.request, end - begin) or worker.row < 0:
+                return False
+            warm_up = self.pieces.request(long, end)
+            going_on = warm_up is not None and await self._compute(warm_up, begin, end)
+            if worker.state is not State.READY or worker.row < 0:
+                return False
+            if not going_on:
+                break
+            begin = end
+        return await self.dispatcher.turn(flight, self.request)
+
+    async def _compute(self, warm_up: WarmUp, begin: int, end: int) -> bool:
+        """Send a piece, counted by itself while it is under way; return whether another one may follow it."""
+        services, worker = self.services, self.route.worker
+        seconds = prefill_s_on(services, worker, end - begin, begin)
+        flight = services.ledger.dispatch(worker, end, end - begin, seconds, monotonic())
+        self._shrink(end)
+        piece = Route(worker, flight, hit_tokens=begin, reason="piece")
+        leg = PrefillLeg(services, warm_up.head_like(self.head), self.plan, piece, warm_up.body, is_retried=False)
+        try:
+            await asyncio.shield(leg.task)
+        except asyncio.CancelledError:
+            leg.cancel()
+            raise
         if leg.answer is None:
-            pieces.failed(worker, leg.refused)
-            _left(services, route, begin)
-            break
+            self.pieces.failed(worker, leg.refused, leg.status)
+            if worker.row >= 0:
+                self._shrink(begin)
+            return False
         cached = leg.answer.cached_tokens
-        route.computed_tokens += end - (begin if cached is None else min(cached, end))
-        if not pieces.completed(end - begin, cached, begin):
-            break
-        begin = end
-    return await dispatcher.turn(flight, request)
+        self.route.computed_tokens += end - (begin if cached is None else min(cached, end))
+        return self.pieces.completed(end - begin, cached, begin)
 
-
-async def _compute(services: Services, plan: Plan, route: Route, warm_up: WarmUp, begin: int, end: int) -> PrefillLeg:
-    """Send a piece, which is counted by itself while it is under way, and see it through."""
-    worker = route.worker
-    seconds = prefill_s_on(services, worker, end - begin, begin)
-    flight = services.ledger.dispatch(worker, end, end - begin, seconds, monotonic())
-    _left(services, route, end)
-    piece = Route(worker, flight, hit_tokens=begin, reason="piece")
-    leg = PrefillLeg(services, warm_up.head_for(worker), plan, piece, warm_up.body, is_retried=False)
-    try:
-        await asyncio.shield(leg.task)
-    except asyncio.CancelledError:
-        leg.cancel()
-        raise
-    return leg
-
-
-def _left(services: Services, route: Route, computed_tokens: int) -> None:
-    """A held request has but the prompt behind ``computed_tokens`` left to prefill."""
-    flight = route.flight
-    new = flight.prompt_tokens - computed_tokens
-    flight.shrink(new, prefill_s_on(services, route.worker, new, computed_tokens))
+    def _shrink(self, computed_tokens: int) -> None:
+        """The request has but what lies behind ``computed_tokens`` left to prefill."""
+        flight = self.route.flight
+        new = flight.prompt_tokens - computed_tokens
+        flight.shrink(new, prefill_s_on(self.services, self.route.worker, new, computed_tokens))
 
 
 def cached_before(services: Services, route: Route, cached_tokens: int | None) -> int | None:

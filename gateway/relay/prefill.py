@@ -44,6 +44,7 @@ class PrefillLeg:
         answer: what the worker said, once the prompt is prefilled.
         failure: why it is not, once that is known.
         refused: the worker found the request itself wrong.
+        status: of the worker's answer, 0 without one.
         ended_at: monotonic seconds, 0 until then.
         on_failure: told when it fails.
     """
@@ -63,6 +64,7 @@ class PrefillLeg:
         self.answer: PrefillAnswer | None = None
         self.failure: Failure | None = None
         self.refused = False
+        self.status = 0
         self.ended_at = 0.0
         self.on_failure: Callable[[PrefillLeg], None] | None = None
         self._services = services
@@ -158,6 +160,7 @@ class PrefillLeg:
     def on_upstream_head(self, head: ResponseHead) -> None:
         """Its head."""
         self._response = head
+        self.status = head.status
         self._body.clear()
 
     def on_upstream_payload(self, payload: bytes) -> None:

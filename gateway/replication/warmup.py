@@ -42,6 +42,16 @@ class WarmUp(msgspec.Struct):
             request_id=new_request_id(),
         )
 
+    def head_like(self, client: RequestHead) -> RequestHead:
+        """Return its head as a client's request has it: what is done for a client is done with its own API key."""
+        return msgspec.structs.replace(
+            client,
+            target=self.path.encode(),
+            path=self.path,
+            content_length=len(self.body),
+            request_id=new_request_id(),
+        )
+
 
 def answers_alone(worker: Worker) -> bool:
     """Return whether a worker can be warmed: SGLang's of one role answer nothing without a partner of the other."""

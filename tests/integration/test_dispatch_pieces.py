@@ -198,9 +198,18 @@ async def test_a_worker_that_takes_no_more_requests_gives_the_prompt_back_betwee
         await rig.settled()
 
 
+async def test_when_the_only_worker_is_removed_under_a_piece_the_client_hears_of_it() -> None:
+    async with fleet() as (rig, [worker]), asking(rig, "long", LONG) as long:
+        await eventually(lambda: len(worker.came) == 1)
+        rig.services.registry.remove("w0")
+        worker.kill()
+        assert (await long.read_message()).status in (404, 503)
+        await rig.settled()
+
+
 async def test_where_pieces_are_refused_the_prompt_goes_whole_and_so_do_those_after_it() -> None:
     async with fleet() as (rig, [worker]):
-        worker.status = "401 Unauthorized"
+        worker.status = "400 Bad Request"
         async with asking(rig, "long", LONG) as long:
             await worker.all_of(("", 64), ("long", 300))
             assert event("long") in (await long.read_message()).body
@@ -209,6 +218,20 @@ async def test_where_pieces_are_refused_the_prompt_goes_whole_and_so_do_those_af
         await rig.settled()
         assert outcomes(rig) == {"refused": 1}
         assert not rig.blamed
+
+
+async def test_pieces_bring_the_clients_own_key_and_one_that_is_turned_away_speaks_for_itself_alone() -> None:
+    async with fleet() as (rig, [worker]), rig.connect() as wire:
+        worker.status = "401 Unauthorized"
+        for user in ("one", "two"):
+            key = {"Authorization": f"Bearer of {user}"}
+            wire.send(request(body(user, [len(worker.came), *LONG]), path=PATH, headers=key))
+            await worker.all_of(*worker.came, ("", 64), (user, 301))
+            await wire.read_message()
+        await rig.settled()
+        keys = [message.headers["authorization"] for message in worker.requests]
+        assert keys == ["Bearer of one"] * 2 + ["Bearer of two"] * 2
+        assert outcomes(rig) == {"refused": 2}
 
 
 async def test_after_a_piece_that_fails_the_prompt_goes_whole_and_the_next_one_is_tried_again() -> None:
