@@ -138,6 +138,13 @@ async def test_of_two_long_prompts_the_one_that_was_begun_is_finished_first() ->
         await worker.all_of(*first, *[("", end) for end in PIECES], ("two", 301))
 
 
+async def test_what_waits_ages_from_when_it_came_in_pieces_too() -> None:
+    async with fleet(params={"ageing": 1000}) as (rig, [worker]), asking(rig, "long", LONG):
+        await eventually(lambda: len(worker.came) == 1)
+        async with asking(rig, "short", short(1)):
+            await worker.all_of(*[("", end) for end in PIECES], ("long", 300), ("short", 20))
+
+
 async def test_while_a_piece_is_computed_the_whole_prompt_is_counted() -> None:
     async with fleet() as (rig, [worker]), asking(rig, "long", LONG):
         view = rig.services.registry.fleet
