@@ -242,8 +242,8 @@ class DispatchConfig(Section):
     piece_tokens: int = Field(
         0,
         ge=0,
-        description="under least-work, prompts with more uncached tokens are computed in pieces of so many, "
-        "about budget_tokens; 0: as a whole; see docs/dispatch.md",
+        description="under least-work, prompts with more than twice as many uncached tokens are computed in pieces of "
+        "so many, about budget_tokens; 0: as a whole; see docs/dispatch.md",
     )
 
     @model_validator(mode="after")

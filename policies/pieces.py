@@ -14,7 +14,13 @@ from __future__ import annotations
 
 from typing import Final
 
+_LEAST_PIECES: Final = 2  # of a prompt that has no more of them uncached, pieces cost what they save
 _ROOM: Final = 0.8  # of HBM: what running contexts and the prompt may fill together
+
+
+def is_long(uncached_tokens: int, piece_tokens: int) -> bool:
+    """Return whether a prompt with so many uncached tokens is worth being cut into pieces."""
+    return uncached_tokens > _LEAST_PIECES * piece_tokens
 
 
 def piece_ends(prompt_tokens: int, cached_tokens: int, piece_tokens: int, chunk_tokens: int) -> list[int]:
@@ -29,9 +35,9 @@ def piece_ends(prompt_tokens: int, cached_tokens: int, piece_tokens: int, chunk_
         chunk_tokens: tokens per chunk.
 
     Returns:
-        Nothing where no more than one piece is uncached: the prompt goes whole.
+        Nothing where the prompt is not long: it goes whole.
     """
-    if prompt_tokens - cached_tokens <= piece_tokens:
+    if not is_long(prompt_tokens - cached_tokens, piece_tokens):
         return []
     first = (cached_tokens + piece_tokens) // chunk_tokens * chunk_tokens
     step = piece_tokens // chunk_tokens * chunk_tokens

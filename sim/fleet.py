@@ -126,7 +126,8 @@ class GatewaySettings:
         order: in which order requests that are held go on (``policies.order``), or ``none``; by default the gateway's.
         order_params: parameters of the order.
         budget_tokens: uncached tokens that a worker is given at a time where requests are held.
-        piece_tokens: held prompts with more uncached tokens go in pieces of this size (``policies.pieces``); 0: whole.
+        piece_tokens: under ``least-work``, prompts with more than twice as many uncached tokens go in pieces of so many
+            (``policies.pieces``); 0: all go whole.
     """
 
     replicas: int = 1

@@ -81,7 +81,7 @@ class Holding:
             for fleet in fleets
         ]
         self._fleets = fleets
-        self._piece_tokens = settings.piece_tokens
+        self._piece_tokens = settings.piece_tokens if settings.order == "least-work" else 0
         self._block_tokens = block_tokens
         self._turns: dict[Live, _Turn] = {}
 
@@ -108,14 +108,18 @@ class Holding:
             yield from self._leave(turn)
 
     def _enter(self, live: Live, request: SimRequest, held_at: float) -> bool:
-        worker, flight, fleet = live.dispatch.worker, live.dispatch.flight, self._fleets[live.replica]
+        worker, flight = live.dispatch.worker, live.dispatch.flight
         turn = self._turns[live] = _Turn(live, self._stiles[live.replica][worker], request, held_at)
-        running, capacity = float(fleet.decode_tokens[worker]), float(fleet.kv_capacity_tokens[worker])
-        if live.ends and not has_room(flight.prompt_tokens, running, capacity):
+        if live.ends and not self._have_room(live):
             live.ends = []
         if live.ends:
             turn.tokens = live.ends[0] - (flight.prompt_tokens - flight.uncached_tokens)
         return turn.stile.enter(turn)
+
+    def _have_room(self, live: Live) -> bool:
+        fleet, worker = self._fleets[live.replica], live.dispatch.worker
+        running, capacity = float(fleet.decode_tokens[worker]), float(fleet.kv_capacity_tokens[worker])
+        return has_room(live.job.prompt_tokens, running, capacity)
 
     def _leave(self, turn: _Turn) -> Iterator[Live]:
         turn.stile.leave(turn)

@@ -12,11 +12,12 @@ from gateway.config import Config
 from gateway.fleet.registry import Candidates, Registry, Worker
 from gateway.observe.observer import Observer
 from gateway.prompt.prompt import Prompt
+from gateway.prompt.request import InferenceRequest
 from gateway.replication.seen import SeenPrompt
 from gateway.replication.warmup import WarmUp, answers_alone, make_warm_up
 from policies.base import COLUMNS
 from policies.chunks import ChunkHasher
-from policies.pieces import has_room, piece_ends
+from policies.pieces import has_room, is_long, piece_ends
 
 _DECODE_TOKENS: Final = COLUMNS.index("decode_tokens")
 _CAPACITY: Final = COLUMNS.index("kv_capacity_tokens")
@@ -31,10 +32,12 @@ class LongPrompt(msgspec.Struct):
     Attributes:
         seen: what pieces are made of.
         root: what its chain of chunks begins with.
+        context_tokens: of the prompt, and of the answer as far as the request says.
     """
 
     seen: SeenPrompt
     root: bytes
+    context_tokens: int
 
 
 class Pieces:
@@ -65,23 +68,26 @@ class Pieces:
         )
         observer.counter("kvway_dispatch_piece_tokens_total", "Tokens computed by pieces.", lambda: self._tokens)
 
-    def read(self, model: str, cache_salt: str | None, prompt: Prompt, candidates: Candidates) -> LongPrompt | None:
+    def read(self, model: str, request: InferenceRequest, prompt: Prompt, candidates: Candidates) -> LongPrompt | None:
         """Return what pieces of a prompt can be made of; None where it is short, or its token ids are not known.
 
         Args:
             model: as the client calls it.
-            cache_salt: of the request.
+            request: what was asked.
             prompt: its prompt; of several in one request, chunks and ids are those of the first.
             candidates: who serves the model.
         """
-        if prompt.tokens <= self._piece_tokens or not prompt.exact or self._registry.apart:
+        if not prompt.exact or self._registry.apart or not is_long(prompt.tokens, self._piece_tokens):
             return None
-        root = self._hasher.root(candidates.model, candidates.lora, cache_salt)
-        return LongPrompt(SeenPrompt(model, cache_salt, "", b"", prompt), root)
+        root = self._hasher.root(candidates.model, candidates.lora, request.cache_salt)
+        seen = SeenPrompt(model, request.cache_salt, "", b"", prompt)
+        return LongPrompt(seen, root, prompt.tokens + (request.max_tokens or 1))
 
     def ends(self, worker: Worker, long: LongPrompt, hit_tokens: int) -> list[int]:
         """Return how many leading tokens each piece of a prompt covers on a worker; nothing: it goes whole."""
         if not answers_alone(worker) or monotonic() < self._paused_until.get(worker, 0.0):
+            return []
+        if 0 < worker.context_tokens < long.context_tokens:  # its engine will refuse the request itself
             return []
         prompt, chunk_tokens = long.seen.prompt, self._hasher.chunk_tokens
         ends = piece_ends(prompt.tokens, hit_tokens, self._piece_tokens, chunk_tokens)

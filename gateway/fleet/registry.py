@@ -74,6 +74,12 @@ class Worker:
         """Whether its engine says that it is a vLLM."""
         return any(card.get("owned_by") == "vllm" for card in self.model_cards)
 
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt and answer together that it takes for any of its models; 0 where it does not say."""
+        lengths = [card.get("max_model_len") for card in self.model_cards]
+        return max((length for length in lengths if isinstance(length, int)), default=0)
+
     def initial_state(self) -> Floats:
         """Return the worker's column of the state matrix as it joins: what its configuration says, zero elsewhere."""
         prefill, tiers = self.config.prefill, self.config.tiers

@@ -154,7 +154,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
         if counts and services.seen is not None:
             services.seen.note(model, path, body, request, prompt)
         if counts and services.pieces is not None:
-            long = services.pieces.read(model, request.cache_salt, prompt, candidates)
+            long = services.pieces.read(model, request, prompt, candidates)
     except GatewayError:
         raise
     except Exception:

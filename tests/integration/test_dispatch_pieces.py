@@ -277,7 +277,7 @@ async def test_where_an_engine_keeps_nothing_prompts_soon_go_whole() -> None:
 @pytest.mark.parametrize(
     ("tokens", "fields", "settings"),
     [
-        (LONG[:64], {}, {}),
+        (LONG[:128], {}, {}),
         (LONG, {}, {"capacity_tokens": 374}),  # fills more than 80 %
         (LONG, {}, {"piece_tokens": 0}),
         (LONG, {}, {"order": "fifo"}),
@@ -288,6 +288,15 @@ async def test_what_goes_whole(tokens: list[int], fields: dict[str, Any], settin
     async with fleet(**settings) as (rig, [worker]), asking(rig, "it", tokens, **fields):
         await worker.all_of(("it", len(tokens)))
     await rig.settled()
+
+
+@pytest.mark.parametrize(("answer_tokens", "first"), [(11, ("it", 300)), (10, ("", 64))])
+async def test_what_is_too_long_for_its_engine_is_refused_without_pieces(answer_tokens: int, first: Any) -> None:
+    async with fleet() as (rig, [worker]):
+        rig.services.registry.workers["w0"].model_cards = [{"id": MODEL, "max_model_len": 310}]
+        async with asking(rig, "it", LONG, max_tokens=answer_tokens):
+            await eventually(lambda: worker.came == [first])
+        await rig.settled()
 
 
 async def test_a_prompt_whose_token_ids_are_not_known_goes_whole() -> None:

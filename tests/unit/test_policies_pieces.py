@@ -12,10 +12,11 @@ from policies.pieces import has_room, piece_ends
 @pytest.mark.parametrize(
     ("prompt", "cached", "ends"),
     [
-        (8192, 0, []),
-        (8192 + 4096, 4096, []),
-        (8193 + 2048, 0, [8192]),
-        (8192 + 2048, 0, []),  # its end would be too short to be worth a request
+        (16_384, 0, []),
+        (16_385, 0, [8192]),  # an end of one token would not be worth a request
+        (16_384 + 4096, 4096, []),
+        (16_384 + 2048, 0, [8192]),
+        (16_384 + 2049, 0, [8192, 16_384]),
         (40_000, 0, [8192, 16_384, 24_576, 32_768]),
         (40_000, 20_480, [28_672, 36_864]),
         (40_000, 20_500, [28_672, 36_864]),
@@ -29,7 +30,7 @@ def test_pieces_end_with_whole_chunks_and_leave_the_prompt_an_end_of_its_own(pro
 def test_no_piece_has_much_more_than_its_size_to_compute(prompt, share, piece, chunk):
     piece, cached = max(piece, chunk), int(prompt * share)
     ends = piece_ends(prompt, cached, piece, chunk)
-    assert not ends or prompt - cached > piece
+    assert not ends or prompt - cached > 2 * piece
     begins = [cached, *ends]
     for begin, end in zip(begins, ends, strict=False):
         assert end % chunk == 0
