@@ -385,8 +385,9 @@ class Exchange:
         record.ended_at = monotonic()
         self.answer.note_usage(record)
         if self._route is not None:
-            if self._route.flight.fetch is not None and not record.resumptions:
-                self._services.fetches.ended(self._route.flight.fetch, record.cached_tokens)
+            fetch = self._route.flight.fetch
+            if fetch is not None and record.outcome is Outcome.OK and not record.resumptions:
+                self._services.fetches.ended(fetch, record.cached_tokens)
             self._leave()
         if self._hand_over is not None:
             self._hand_over.close()
