@@ -130,11 +130,17 @@ class Health:
             self._eject(worker, standing, kind)
 
     def _can_be_spared(self, worker: Worker) -> bool:
-        """Whether enough workers of the same models would be left; if not, this is panic mode."""
+        """Whether enough workers of the same models would be left; if not, this is panic mode.
+
+        Workers that prefill do not make up for those that decode, nor the other way round.
+        """
+        prefills = worker.config.role == "prefill"
         peers = [
             other
             for other in self._registry.workers.values()
-            if other.state in (State.READY, State.EJECTED) and not other.models.keys().isdisjoint(worker.models)
+            if other.state in (State.READY, State.EJECTED)
+            and (other.config.role == "prefill") == prefills
+            and not other.models.keys().isdisjoint(worker.models)
         ]
         left = sum(other.state is State.READY and other is not worker for other in peers)
         return left >= self._config.panic_share * len(peers)

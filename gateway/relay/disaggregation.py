@@ -111,7 +111,8 @@ class HandOver:
         if worker.config.pd == "sglang" and worker.config.role != "mixed" and not self._refused:
             route.end(monotonic())
             raise NoWorker(
-                f"No prefill worker took the request, and without one {worker.name} cannot answer it.", retry_after_s=1
+                f"No prefill worker handed the request to a decode worker, and {worker.name} alone cannot answer it.",
+                retry_after_s=1,
             )
         route.body = legs.write_fields(self._fields)
         return route

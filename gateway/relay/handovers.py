@@ -107,7 +107,8 @@ class HandOverBook:
     def links(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Floats:
         """Return the seconds per byte from each of ``n`` to each of ``m`` workers, ``[n, m]``.
 
-        They are infinite where the two have no protocol in common. The array is kept up; it is not to be written to.
+        They are infinite where the two have no protocol in common, and to workers that prefill only, which are offered
+        as ``decodes`` once no other is ready. The array is kept up; it is not to be written to.
         """
         pools = tuple(prefills), tuple(decodes)
         table = self._tables.get(pools)
@@ -116,7 +117,7 @@ class HandOverBook:
                 self._tables.clear()
             seconds = [
                 [
-                    1 / self.rates.bytes_per_s(one.name, other.name) if one.config.pd == other.config.pd else inf
+                    1 / self.rates.bytes_per_s(one.name, other.name) if _can_hand(one, other) else inf
                     for other in decodes
                 ]
                 for one in prefills
@@ -154,6 +155,10 @@ class HandOverBook:
                 del of_pair[pair]
         for counted in [counted for counted in self._outcomes if not present.issuperset(counted[:2])]:
             del self._outcomes[counted]
+
+
+def _can_hand(prefill: Worker, decode: Worker) -> bool:
+    return prefill.config.pd == decode.config.pd and decode.config.role != "prefill"
 
 
 def bootstrap_url(worker: Worker) -> str:

@@ -272,6 +272,31 @@ async def test_sglang_workers_without_a_prefill_worker_say_so() -> None:
         await apart.rig.settled()
 
 
+async def test_an_sglang_prefill_worker_never_stands_in_for_a_decode_worker() -> None:
+    async with fleet("sglang", prefills=(None, None)) as apart:
+        registry = apart.rig.services.registry
+        registry.set_state(registry.workers["w2"], State.EJECTED)
+        message = await ask(apart.rig, CHAT)
+        assert (message.status, b"prefill worker" in message.body) == (503, True)
+        await apart.rig.settled()
+        assert not any(computed(worker) for worker in apart.prefills)
+
+
+async def test_pools_without_a_common_protocol_leave_requests_whole_and_explain_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with fleet("nixl") as apart:
+        services = apart.rig.services
+        decode = services.registry.workers["w1"]
+        decode.config = decode.config.model_copy(update={"pd": "mooncake"})
+        assert (await ask(apart.rig, CHAT)).status == 200
+        assert (await apart.rig.settled()).reason != "apart"
+        explanation = await explain(services, CHAT, body_of(CHAT))
+    assert explanation["disaggregation"] == {"apart": False, "why": "no_pair"}
+    print_explanation(explanation, Console(width=80))
+    assert "no prefill worker has the protocol" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_a_wrong_request_gets_the_workers_own_error(connector: str) -> None:
     async with fleet(connector) as apart:

@@ -152,6 +152,17 @@ async def test_panic_mode_keeps_half_of_a_models_workers(registry):
     await health.close()
 
 
+async def test_panic_mode_keeps_half_of_either_pool_where_prefill_and_decode_are_apart(registry):
+    health = Health(registry, HealthConfig(failures=2, panic_share=0.5))
+    workers = fleet_of(registry, 4)
+    for worker, role in zip(workers, ("prefill", "prefill", "decode", "decode"), strict=True):
+        worker.config = worker.config.model_copy(update={"role": role})
+    for worker in workers[2:]:
+        fail(health, worker)
+    assert [worker.state for worker in workers[2:]] == [State.EJECTED, State.READY]
+    await health.close()
+
+
 async def test_a_single_worker_is_never_ejected_for_failing_requests(registry, health):
     (worker,) = fleet_of(registry, 1)
     fail(health, worker, 50)
