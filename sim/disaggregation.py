@@ -140,6 +140,14 @@ class Disaggregation:
         self.turns_pulled += 1
         return hashes[:given], self.back.transfer(float((given - held) * self._block_tokens * self._kv_bytes), now)
 
+    def counters(self) -> dict[str, float]:
+        """Return what has been moved."""
+        return {
+            "transfers": float(self.transfers),
+            "transfer_bytes": self.link.moved_bytes,
+            "turns_pulled": float(self.turns_pulled),
+        }
+
     def _turn_before(self, request: SimRequest, decode: list[int], now: float) -> Turn | None:
         """Return the kept turn that a request goes on from."""
         if not self._turns:
