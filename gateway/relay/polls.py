@@ -9,7 +9,7 @@ from gateway.config import TimeoutsConfig
 from gateway.fleet.credentials import credentials
 from gateway.fleet.polling import MAX_ANSWER_BYTES, FetchFailed, system_authorities
 from gateway.fleet.registry import Registry, Worker
-from gateway.relay.head import ResponseHead
+from gateway.relay.head import ResponseHead, field_lines
 from gateway.relay.retry import Failure, FailureKind
 from gateway.relay.upstream import Upstream, UpstreamPool
 
@@ -81,10 +81,9 @@ class _Page:
         """Ask for it over a connection; return what tells how the answer has ended."""
         self._upstream = upstream
         self._done = asyncio.get_running_loop().create_future()
-        fields = {"accept": "*/*", "user-agent": "kvway", **credentials(self._worker.config)}
-        lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
-        head = f"GET {self._path} HTTP/1.1\r\nhost: {upstream.pool.host.decode()}\r\n{lines}\r\n"
-        upstream.send(self, head.encode(), b"", False)
+        fields = field_lines({"accept": "*/*", "user-agent": "kvway", **credentials(self._worker.config)})
+        head = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (self._path.encode(), upstream.pool.host, fields)
+        upstream.send(self, head, b"", False)
         return self._done
 
     def drop(self) -> None:
