@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Final, Protocol
 from uuid import uuid4
 
-from gateway.errors import NoWorker
+from gateway.errors import BadRequest, NoWorker
 from gateway.fleet.registry import State, Worker
 from gateway.relay import legs
 from gateway.relay.answer import Answer
@@ -33,6 +33,10 @@ from gateway.relay.services import Services
 from gateway.relay.turns import ParamsReader, Turn
 from gateway.relay.upstream import Receiver
 
+_NOT_BY_SGLANG: Final = (
+    "The workers here prefill or decode only, which SGLang's can do for /v1/chat/completions and /v1/completions, with "
+    f"n from 1 to {legs.MAX_SEQUENCES} and without echo, prompt_logprobs, best_of and beam search."
+)
 _LOOK_S: Final = 0.25  # how often a worker that is written to is looked at
 
 
@@ -110,6 +114,8 @@ class HandOver:
         worker = route.worker
         if worker.config.pd == "sglang" and worker.config.role != "mixed" and not self._refused:
             route.end(monotonic())
+            if not self._sequences:
+                raise BadRequest(_NOT_BY_SGLANG)
             raise NoWorker(
                 f"No prefill worker handed the request to a decode worker, and {worker.name} alone cannot answer it.",
                 retry_after_s=1,

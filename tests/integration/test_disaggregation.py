@@ -282,6 +282,15 @@ async def test_an_sglang_prefill_worker_never_stands_in_for_a_decode_worker() ->
         assert not any(computed(worker) for worker in apart.prefills)
 
 
+@pytest.mark.parametrize("field", [{"n": 10**9}, {"n": "two"}, {"echo": True}])
+async def test_what_sglang_workers_of_one_role_cannot_do_is_the_requests_fault(field: dict[str, Any]) -> None:
+    async with fleet("sglang") as apart:
+        message = await ask(apart.rig, TEXT, **field)
+        assert (message.status, b"n from 1 to 1024 and without echo" in message.body) == (400, True)
+        await apart.rig.settled()
+        assert apart.rig.services.ledger.in_flight == 0
+
+
 async def test_pools_without_a_common_protocol_leave_requests_whole_and_explain_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
