@@ -146,7 +146,7 @@ async def _completion(running_service: Service) -> int:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether any thread of a process runs: its sockets are open until the last one ends. Nobody need have reaped it."""
+    """Whether any thread of a process runs: its sockets are open until the last one ends. It need not be reaped."""
     states = []
     for task in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):
