@@ -145,6 +145,8 @@ def test_a_wrong_value_is_named_with_its_key(mistakes, text, message):
         "http://user:pass@a:1",
         "http://[::1:80",
         "http://a b:1",
+        "http://a..b:1",
+        f"http://{'a' * 64}:1",
     ],
 )
 def test_a_bad_worker_url_is_refused(mistakes, url):
