@@ -155,12 +155,15 @@ async def test_of_a_request_whose_client_leaves_nothing_is_said() -> None:
         await asyncio.Event().wait()
 
     each = settings(PULL, PULL)
-    async with worker() as first, FakeWorker(silent) as second:
-        async with relay([first, second], settings=each, **EXPECTED_COST) as rig:
-            await held_by_a_busy_worker(rig)
-            async with rig.connect() as client:
-                client.send(completion(IDS))
-                await asked.wait()
-            rig.services.registry.fleet.pending_prefill_s[0] = 0.0
-            assert (await rig.settled()).reason == "pull"
-            assert b"kvway_fetches_total{" not in rig.services.observer.render()
+    async with (
+        worker() as first,
+        FakeWorker(silent) as second,
+        relay([first, second], settings=each, **EXPECTED_COST) as rig,
+    ):
+        await held_by_a_busy_worker(rig)
+        async with rig.connect() as client:
+            client.send(completion(IDS))
+            await asked.wait()
+        rig.services.registry.fleet.pending_prefill_s[0] = 0.0
+        assert (await rig.settled()).reason == "pull"
+        assert b"kvway_fetches_total{" not in rig.services.observer.render()
