@@ -146,10 +146,13 @@ class FetchRates:
         return {worker.name: self.bytes_per_s(worker) for worker in workers if worker.config.pull.group}
 
     def _on_change(self, worker: Worker, joined: bool) -> None:
+        group = worker.config.pull.group
         if joined:
+            if group and self._learned:
+                self._presume(group)
             return
         if self._learned.pop(worker, None) is not None:
-            self._presume(worker.config.pull.group)
+            self._presume(group)
         for counted in (self._measured, self._seconds, self._bytes):
             counted.pop(worker.name, None)
         for key in [key for key in self._outcomes if key[0] == worker.name]:

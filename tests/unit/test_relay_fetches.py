@@ -107,6 +107,12 @@ def test_without_fetches_the_configured_bandwidth_comes_back(rates: FetchRates, 
     assert rates.bytes_per_s(registry.workers["a"]) == pytest.approx(GB_S * 1e9, rel=0.01)
 
 
+def test_so_are_those_that_join_later(rates: FetchRates, registry: Registry) -> None:
+    learn(rates, registry, REST_S + 4 * TOKENS * CONFIGURED_S)
+    registry.add(Worker.from_config(entry("d")))
+    assert rates.bytes_per_s(registry.workers["d"]) == pytest.approx(rates.bytes_per_s(registry.workers["a"]))
+
+
 def test_a_group_of_which_nobody_is_left_that_was_seen_is_as_configured(rates: FetchRates, registry: Registry) -> None:
     learn(rates, registry, REST_S + 16 * TOKENS * CONFIGURED_S)
     registry.remove("a")
