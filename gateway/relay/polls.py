@@ -22,9 +22,8 @@ class PollClient:
     """
 
     def __init__(self, registry: Registry) -> None:
-        self._upstream = UpstreamPool(
-            TimeoutsConfig(connect_s=0), system_authorities()
-        )  # `fetch` bounds the whole call
+        timeouts = TimeoutsConfig(connect_s=0)  # `fetch` bounds the whole call
+        self._upstream = UpstreamPool(timeouts, system_authorities())
         registry.on_change(self._on_change)
 
     async def close(self) -> None:
