@@ -370,8 +370,12 @@ class HandOver:
             return
         if head.status == 500:
             self._receiver = None
-            self._whole = self._leg is not None and self._leg.worker.config.pd != "sglang"
-            self._exchange.abandon(Failure(FailureKind.BROKEN, "answered 500 to a request with handed-over KV"))
+            assert self._leg is not None and self._decoder is not None
+            prefill = self._leg.worker
+            self._whole = prefill.config.pd != "sglang"
+            is_to_blame = self._services.hand_overs.lost(prefill, self._decoder)
+            kind = FailureKind.BROKEN if is_to_blame else FailureKind.NO_KV
+            self._exchange.abandon(Failure(kind, "answered 500 to a request with handed-over KV"))
         else:
             self._awaits_token = head.status == 200
             self._receiver.on_upstream_head(head)

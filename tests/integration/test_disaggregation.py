@@ -137,17 +137,31 @@ async def test_kv_that_does_not_arrive_is_computed_where_it_is_needed(
         assert message.status == 200 and text_of(message)
         record = await apart.rig.settled()
         assert record.attempts == 2 and record.reason != "apart"
-        assert handovers(apart.rig) == counted("w0", record_of_first(apart), "decode_failed")
+        (lost,) = {"w1", "w2"} - {record.worker}
+        assert handovers(apart.rig) == counted("w0", lost, "decode_failed")
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+async def test_a_decode_worker_is_blamed_for_lost_kv_once_it_was_that_of_two_prefill_workers(connector: str) -> None:
+    async with fleet(connector, (None, None), (Fault("lose_transfer"),)) as apart:
+        for _ in range(3):
+            await answered(apart)
+        assert apart.rig.blamed == []
+        registry = apart.rig.services.registry
+        registry.set_state(registry.workers["w0"], State.DRAINING)
+        await answered(apart)
+        assert apart.rig.blamed == [("w2", "bad_status")]
+        apart.decodes[0].begin_fault(Fault("none"))
+        await answered(apart)
+        apart.decodes[0].begin_fault(Fault("lose_transfer"))
+        await answered(apart)
+        assert len(apart.rig.blamed) == 1
 
 
 async def answered(apart: Fleet) -> RequestRecord:
     message = await ask(apart.rig, TEXT)
     assert message.status == 200 and text_of(message)
     return await apart.rig.settled()
-
-
-def record_of_first(apart: Fleet) -> str:
-    return apart.rig.blamed[0][0]
 
 
 async def test_a_lost_transfer_between_sglang_workers_is_done_again() -> None:
