@@ -37,6 +37,7 @@ from gateway.pages import collapse_memory
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
 from gateway.relay.policies import Policies
+from gateway.relay.polls import PollClient
 from gateway.relay.services import Services
 from gateway.relay.upstream import UpstreamPool
 from gateway.replication.replicator import Replicator
@@ -89,9 +90,10 @@ class Gateway:
         self.observer = Observer(self.registry, config.log)
         if self.sharing is not None:
             self.sharing.expose(self.observer)
-        self.health = Health(self.registry, config.health)
-        self.models = ModelCards(self.registry)
-        self.scraper = Scraper(self.registry, config.metrics, on_restart=self._restarted)
+        self._polls = PollClient(self.registry)
+        self.health = Health(self.registry, self._polls.fetch, config.health)
+        self.models = ModelCards(self.registry, self._polls.fetch)
+        self.scraper = Scraper(self.registry, self._polls.fetch, config.metrics, on_restart=self._restarted)
         export_fleet(self.observer, self.registry, self.ledger, self.health, self.scraper)
         self.drift = DriftWatch(config, self.registry, self.feeds, self.observer.accuracy)
         export_knowledge(self.observer, self.feeds, self.index, self.drift)
@@ -193,7 +195,7 @@ class Gateway:
         if self._serving:
             await asyncio.wait(self._serving)
         upstream = self.services.upstream
-        fleet = (self.replicator, self.discovery, self.drift, self.scraper, self.models, self.health)
+        fleet = (self.replicator, self.discovery, self.drift, self.scraper, self.models, self.health, self._polls)
         notices = self.services.hand_overs.notices
         known = (self.sharing, self.feeds, notices, upstream, self.prompts, self.index)
         for part in (self.caches, *fleet, *known, self.recorder):

@@ -275,7 +275,7 @@ class RetryConfig(Section):
 class HealthConfig(Section):
     """Probes and outlier ejection."""
 
-    path: str = Field("/health", pattern="^/", description="path of the active probe")
+    path: str = Field("/health", pattern=r"^/[!-~]*$", description="path of the active probe")
     interval_s: float = Field(2.0, gt=0, description="time between probes of one worker")
     timeout_s: float = Field(1.0, gt=0, description="a probe that takes longer has failed")
     failures: int = Field(3, ge=1, description="consecutive failures, of probes or requests, that eject a worker")

@@ -330,6 +330,6 @@ class DiscoveryConfig(Section):
 def _has_host_and_port(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, an unclosed IPv6 bracket
+        return bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, an unclosed IPv6 bracket, a name that none can have
         return False

@@ -21,7 +21,7 @@ def collapse_memory(maps: Path = Path("/proc/self/maps")) -> None:
         maps: what lists the memory; not there but on Linux.
     """
     try:
-        lines = maps.read_text().splitlines()
+        lines = maps.read_text(errors="replace").splitlines()  # names of files may be in any encoding
     except OSError:
         return
     madvise = ctypes.CDLL(None).madvise

@@ -100,6 +100,11 @@ class Comparison(NamedTuple):
     whole_s: Floats
 
     @property
+    def possible(self) -> bool:
+        """Whether any two workers can hand KV over."""
+        return bool(np.isfinite(self.transfer_s).any())
+
+    @property
     def pays(self) -> bool:
         """Whether the cheapest pair is cheaper than the cheapest single worker."""
         return bool(self.apart_s.min() < self.whole_s.min())

@@ -21,11 +21,13 @@ class Turn(NamedTuple):
     """A conversation's prompt that lies with the worker that decoded its last turn.
 
     Attributes:
+        end: its last whole chunk.
         worker: which.
         tokens: whole chunks of it.
         until: when it is given up.
     """
 
+    end: int
     worker: int
     tokens: int
     until: float
@@ -55,7 +57,7 @@ class Disaggregation:
         self.link = Channel(settings.bytes_per_s, settings.latency_s)
         self.back = Channel(settings.bytes_per_s, settings.latency_s)
         self.transfers = self.turns_pulled = 0
-        self._turns: dict[int, Turn] = {}  # by the last whole chunk of the prompt
+        self._turns: dict[int, Turn] = {}  # by their end, the oldest first
         self._settings = settings
         self._layers = fleet.layers
         self._kv_bytes = fleet.speed.kv_bytes_per_token
@@ -91,7 +93,7 @@ class Disaggregation:
         if pair is None:
             return None
         if turn is not None:  # engines give it away once
-            self._turns = {chunk: kept for chunk, kept in self._turns.items() if kept is not turn}
+            del self._turns[turn.end]
         return Prefill(prefill[pair[0]], turn)
 
     def decode_worker(self, request: SimRequest, router: Router, decode: list[int], now: float) -> int:
@@ -118,8 +120,11 @@ class Disaggregation:
         """A turn that was handed over is answered: its prompt lies with the worker that decoded it."""
         chunks = request.prompt_tokens // self._block_tokens
         if self._settings.pull_back_s and chunks:
-            tokens, until = chunks * self._block_tokens, now + self._settings.pull_back_s
-            self._turns[request.chunks[chunks - 1]] = Turn(worker, tokens, until)
+            while self._turns and (oldest := next(iter(self._turns.values()))).until <= now:
+                del self._turns[oldest.end]
+            end, until = request.chunks[chunks - 1], now + self._settings.pull_back_s
+            self._turns.pop(end, None)
+            self._turns[end] = Turn(end, worker, chunks * self._block_tokens, until)
 
     def pull(
         self, workers: Sequence[BatchWorker], source: int, target: int, hashes: Sequence[int], now: float
@@ -134,6 +139,14 @@ class Disaggregation:
             return hashes[:held], now
         self.turns_pulled += 1
         return hashes[:given], self.back.transfer(float((given - held) * self._block_tokens * self._kv_bytes), now)
+
+    def counters(self) -> dict[str, float]:
+        """Return what has been moved."""
+        return {
+            "transfers": float(self.transfers),
+            "transfer_bytes": self.link.moved_bytes,
+            "turns_pulled": float(self.turns_pulled),
+        }
 
     def _turn_before(self, request: SimRequest, decode: list[int], now: float) -> Turn | None:
         """Return the kept turn that a request goes on from."""

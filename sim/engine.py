@@ -19,8 +19,8 @@ from sim.batch import BatchWorker
 from sim.cache import BlockChain
 from sim.disaggregation import Disaggregation, Prefill
 from sim.fleet import Failure, FleetSettings
+from sim.gateways import Gateways
 from sim.holding import Holding, Leg, Live
-from sim.index import FleetIndex
 from sim.jobs import BatchLimits, Job
 from sim.pieces import BETWEEN_S, Pieces
 from sim.pull import Pulls
@@ -30,7 +30,7 @@ from sim.requests import Trace, named_tokens, next_turns
 from sim.results import SimResult
 from sim.router import Dispatch, Router, make_policy
 from sim.sampling import Samples, totals
-from sim.tiers import EVERYONE, TierChange, make_stacks
+from sim.tiers import make_stacks
 
 Progress = Callable[[int, int], None]
 """Called now and then with the requests answered so far, and all of them."""
@@ -87,21 +87,19 @@ class Simulation:
         self.trace = trace
         self.settings = fleet
         self.now = 0.0
-        self.index = FleetIndex(fleet.workers)
         self.records = Records(trace)
         size = trace.block_tokens
         limits = BatchLimits(
             fleet.capacity_tokens // size + 1, size, fleet.block_tokens, fleet.max_batched_tokens, fleet.max_running
         )
         self.workers = [BatchWorker(limits, fleet.speed, tiers, fleet.eviction) for tiers in make_stacks(fleet, size)]
-        self.routers = [
-            Router(make_policy(policy_name, policy_params, seed + replica), fleet, self._index_of_gateway(), size)
-            for replica in range(fleet.gateway.replicas)
-        ]
+        self._lives = [0] * fleet.workers
+        policies = [make_policy(policy_name, policy_params, seed + number) for number in range(fleet.gateway.replicas)]
+        self.gateways = Gateways(policies, fleet, size, self._lives, self._at)
+        self.routers = self.gateways.routers
         self._policy_name = policy_name
         self._on_progress = on_progress
         self._up = list(range(fleet.workers))
-        self._lives = [0] * fleet.workers
         self._live: dict[int, Live] = {}
         self._held: list[int] = []  # requests that came while no worker was up
         self._retries = self._lost = 0
@@ -114,7 +112,6 @@ class Simulation:
         self._replication = Replication(fleet.replication, fleet, size) if fleet.replication else None
         self._pulls = Pulls(fleet.pull, fleet, size) if fleet.pull else None
         self._samples = Samples(fleet.workers, fleet.sample_s)
-        self._scrape_at = 0.0
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._numbers = count()
 
@@ -131,7 +128,7 @@ class Simulation:
         heap = self._heap
         while heap and not self.records.complete:
             at, _, action, argument = heappop(heap)
-            if at >= self._samples.due_at or at >= self._scrape_at:
+            if at >= self._samples.due_at or at >= self.gateways.scrape_at:
                 self._observe(at)
             self.now = at
             action(argument)
@@ -331,44 +328,20 @@ class Simulation:
         arrives_at = self._apart.arrives_at(job.prompt_tokens - held, job.first_at - job.started_at, self.now)
         self._at(arrives_at, self._deliver, self._count(job.number, live.replica, dispatch, "decode"))
 
-    # What the gateways hear
-
-    def _index_of_gateway(self) -> FleetIndex:
-        return FleetIndex(self.settings.workers) if self.settings.gateway.approximate else self.index
+    # What is heard and seen of it
 
     def _tell_others(self, replica: int, news: Callable[[Router], None]) -> None:
-        lag = self.settings.gateway.sync_lag_s
-        if len(self.routers) == 1 or lag == inf:
-            return
-        for other, router in enumerate(self.routers):
-            if other != replica:
-                self._at(self.now + lag, news, router)
+        self.gateways.tell_others(replica, news, self.now)
 
     def _publish(self, row: int) -> None:
-        """Let the gateways know, in time, how a worker's caches have changed."""
-        changes = self.workers[row].take_changes()
-        if not changes:
-            return
-        news = (row, self._lives[row], changes)
-        if self.settings.gateway.event_lag_s:
-            self._at(self.now + self.settings.gateway.event_lag_s, self._learn, news)
-        else:
-            self._learn(news)
-
-    def _learn(self, news: tuple[int, int, Sequence[TierChange]]) -> None:
-        row, life, changes = news
-        gone = life != self._lives[row]
-        self.index.apply([change for change in changes if not gone or change.worker == EVERYONE])
+        if changes := self.workers[row].take_changes():
+            self.gateways.publish(row, changes, self.now)
 
     def _observe(self, until: float) -> None:
         """Take the samples and scrapes that are due before ``until``; nothing has changed since the last event."""
         while self._samples.due_at <= until:
             self._samples.take(self.workers, self.routers)
-        if self._scrape_at <= until:
-            interval = self.settings.gateway.metrics_s
-            self._scrape_at += interval * (1 + (until - self._scrape_at) // interval)
-            for router in self.routers:
-                router.scrape(self.workers)
+        self.gateways.scrape(self.workers, until)
 
     # What breaks, and what is done against it
 
@@ -403,9 +376,7 @@ class Simulation:
             self._leave(live)
         if worker.tiers is not None:
             worker.tiers.lose(tiers)
-        self.index.clear(row, tiers)
-        for router in self.routers:
-            router.lost(row)
+        self.gateways.lost(row, tiers)
         for live in lives:
             number = live.job.number
             if live.job.first_at < 0:
@@ -427,7 +398,7 @@ class Simulation:
         loads = {
             row: sum(float(router.fleet.pending_prefill_tokens[row]) for router in self.routers) for row in self._up
         }
-        for row, prefix in self._replication.copies(self.index, loads):
+        for row, prefix in self._replication.copies(self.gateways.index, loads):
             arrives_at = self._replication.arrives_at(prefix, self.now)
             self._at(arrives_at, self._insert, (row, self._lives[row], prefix))
         if self._heap:  # otherwise nothing will ever happen again
@@ -441,13 +412,7 @@ class Simulation:
 
     def _counters(self) -> dict[str, float]:
         counters = totals(self.workers) | {"retries": float(self._retries), "lost": float(self._lost)}
-        if self._apart is not None:
-            counters["transfers"] = float(self._apart.transfers)
-            counters["transfer_bytes"] = self._apart.link.moved_bytes
-            counters["turns_pulled"] = float(self._apart.turns_pulled)
-        if self._replication is not None:
-            counters["replicated_bytes"] = self._replication.link.moved_bytes
-        if self._pulls is not None:
-            counters["pulls"] = float(self._pulls.count)
-            counters["pulled_bytes"] = self._pulls.moved_bytes
+        for part in (self._apart, self._replication, self._pulls):
+            if part is not None:
+                counters |= part.counters()
         return counters

@@ -80,13 +80,18 @@ class HandOvers:
         self._engine_id = str(uuid4())
         self._offers: dict[str, _Offer] = {}
         self._offered = asyncio.Condition()
+        self._waits: set[asyncio.Timeout] = set()
+        self._gone = False
         self._link_free_at = 0.0
         self._client: httpx.AsyncClient | None = None
 
     def drop(self) -> None:
         """Wait for no other worker any more, nor write to one."""
-        for offer in self._offers.values():
-            offer.fetched.set()
+        self._gone = True
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(now)
         self.writer.drop()
 
     async def close(self) -> None:
@@ -261,10 +266,14 @@ class HandOvers:
         await asyncio.sleep((self._link_free_at - self._clock.now()) / self._clock.speed)
 
     async def _until(self, event: Awaitable[object], seconds: float) -> None:
-        """Wait for something, but not longer than ``seconds`` of the worker's clock."""
+        """Wait for something, but not longer than ``seconds`` of the worker's clock, nor once the worker is gone."""
         try:
-            async with asyncio.timeout(seconds / self._clock.speed):
-                await event
+            async with asyncio.timeout(0 if self._gone else seconds / self._clock.speed) as wait:
+                self._waits.add(wait)
+                try:
+                    await event
+                finally:
+                    self._waits.discard(wait)
         except TimeoutError:
             pass
 

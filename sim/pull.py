@@ -65,3 +65,7 @@ class Pulls:
         self.count += 1
         self.moved_bytes += size
         return hashes[:given], max(way.transfer(size, now) for way in (self._out[source], self._in[target]))
+
+    def counters(self) -> dict[str, float]:
+        """Return what has been moved."""
+        return {"pulls": float(self.count), "pulled_bytes": self.moved_bytes}

@@ -47,3 +47,7 @@ class Replication:
     def arrives_at(self, prefix: Sequence[int], now: float) -> float:
         """Copy a prefix; return when it is there."""
         return self.link.transfer(len(prefix) * self._block_bytes, now)
+
+    def counters(self) -> dict[str, float]:
+        """Return what has been moved."""
+        return {"replicated_bytes": self.link.moved_bytes}

@@ -26,6 +26,7 @@ from gateway.observe.record import Outcome, RequestRecord
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
 from gateway.relay.policies import Policies
+from gateway.relay.polls import PollClient
 from gateway.relay.services import Services
 from gateway.relay.upstream import UpstreamPool
 from tests.peers import FakeWorker, Wire, connect, eventually
@@ -123,7 +124,7 @@ async def relay(
     registry = Registry()
     index = MemoryIndex(config.index)
     observer = WitnessedObserver(registry, config.log, log or io.BytesIO())
-    health = WitnessedHealth(registry, config.health)
+    health = WitnessedHealth(registry, PollClient(registry).fetch, config.health)
     observer.records, health.blamed = [], []
     services = Services(
         config=config,

@@ -16,6 +16,7 @@ _MAX_PAIRS: Final = 3  # beside whom the best single worker is shown
 _WHY: Final = {
     "form": "requests of this form stay whole",
     "no_prefill_worker": "no prefill worker is ready",
+    "no_pair": "no prefill worker has the protocol of a decode worker that is ready",
     "never": "disaggregation.policy is never",
     "always": "disaggregation.policy is always",
     "sglang": "SGLang's workers cannot do otherwise",
@@ -98,7 +99,7 @@ def print_pairs(explained: dict[str, Any], console: Console) -> None:
     pairs, whole = explained.get("pairs", []), explained.get("whole", [])
     why = _WHY.get(explained["why"], "")
     if not why:
-        why = f"break-even: {pairs[0]['cost']:.3f} s apart, {whole[0]['cost']:.3f} s whole" if pairs else "no pair"
+        why = f"break-even: {pairs[0]['cost']:.3f} s apart, {whole[0]['cost']:.3f} s whole"
     console.print(f"{way} ({why})", highlight=False)
     if not pairs:
         return

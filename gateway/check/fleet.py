@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -15,6 +15,7 @@ from gateway.check.engine import Engine, look_at_engine
 from gateway.check.events import EventCheck
 from gateway.check.findings import Finding, Notebook
 from gateway.check.prompts import Probe, Prompts, compare_tokens, send_twice
+from gateway.check.roles import answers_alone, look_at_role
 from gateway.check.shared import look_at_redis
 from gateway.config import Config, WorkerConfig
 from gateway.fleet.polling import control_client
@@ -64,7 +65,7 @@ async def check_fleet(config: Config, options: CheckOptions) -> list[Finding]:
     tools = _Tools(config, options, control_client(), PromptPipeline(config), zmq.asyncio.Context())
     try:
         workers, books = await find_workers(config, tools.client, options.timeout_s)
-        books += await asyncio.gather(*(_check_worker(worker, tools) for worker in workers))
+        books += await asyncio.gather(*(_check_worker(worker, workers, tools) for worker in workers))
     finally:
         await tools.pipeline.close()
         await tools.client.aclose()
@@ -75,9 +76,11 @@ async def check_fleet(config: Config, options: CheckOptions) -> list[Finding]:
     return [finding for book in books for finding in book.findings]
 
 
-async def _check_worker(worker: WorkerConfig, tools: _Tools) -> Notebook:
+async def _check_worker(worker: WorkerConfig, fleet: Sequence[WorkerConfig], tools: _Tools) -> Notebook:
     config, options = tools.config, tools.options
     notes = Notebook(worker.label)
+    look_at_role(worker, fleet, notes)
+    send_prompts = options.send_prompts and answers_alone(worker)
     engine = Engine(worker, tools.client, options.timeout_s)
     if not await look_at_engine(engine, notes, config.prompt, config.health.path, options.clock):
         return notes
@@ -90,7 +93,7 @@ async def _check_worker(worker: WorkerConfig, tools: _Tools) -> Notebook:
 
     if worker.kv_events is None:
         _note_no_events(engine, notes)
-        if options.send_prompts:
+        if send_prompts:
             await probe()
         return notes
     check = EventCheck(
@@ -102,7 +105,7 @@ async def _check_worker(worker: WorkerConfig, tools: _Tools) -> Notebook:
         options.timeout_s,
         options.clock,
     )
-    await check.run(probe if options.send_prompts else None)
+    await check.run(probe if send_prompts else None)
     return notes
 
 

@@ -31,8 +31,8 @@ class _Turn(Held):
 
     __slots__ = ("flight", "is_piece", "line", "waiter")
 
-    def __init__(self, flight: Flight, line: _Line, request: RoutingRequest, piece_tokens: int) -> None:
-        tokens, held_at = piece_tokens or flight.uncached_tokens, flight.started_at
+    def __init__(self, flight: Flight, line: _Line, request: RoutingRequest, held_at: float, piece_tokens: int) -> None:
+        tokens = piece_tokens or flight.uncached_tokens
         super().__init__(flight.prefill_s, tokens, held_at, request.priority, request.session or "")
         self.flight = flight
         self.is_piece = piece_tokens > 0
@@ -103,7 +103,8 @@ class Dispatcher:
             flight.start(now)
             return True
         line = self._lines.get(flight.worker) or self._open(flight.worker)
-        turn, piece = _Turn(flight, line, request, piece_tokens), self._turns.get(flight)
+        piece = self._turns.get(flight)  # the one before, which is done
+        turn = _Turn(flight, line, request, now if piece is None else piece.held_at, piece_tokens)
         line.stile.budget_tokens = self._budget(line.worker)
         if piece is None and line.stile.waiting >= self._config.max_held and line.worker.row >= 0:
             self.refused += 1

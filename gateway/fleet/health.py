@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.config import HealthConfig
-from gateway.fleet.polling import FetchFailed, Poller
+from gateway.fleet.polling import Fetcher, FetchFailed, Poller
 from gateway.fleet.registry import Registry, State, Worker
 
 log = logging.getLogger("kvway.fleet")
@@ -39,6 +39,7 @@ class Health:
 
     Args:
         registry: whose workers.
+        fetch: asks them.
         config: thresholds and times.
         clock: monotonic seconds.
 
@@ -46,8 +47,11 @@ class Health:
         ejections: how often, by worker name and kind of failure, for workers that are still there.
     """
 
-    def __init__(self, registry: Registry, config: HealthConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, registry: Registry, fetch: Fetcher, config: HealthConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._registry = registry
+        self._fetch = fetch
         self._config = config
         self._clock = clock
         self._standings: dict[Worker, _Standing] = {worker: _Standing() for worker in registry.workers.values()}
@@ -88,7 +92,7 @@ class Health:
 
     async def _probe(self, worker: Worker) -> bool:
         try:
-            status, _ = await self._probes.fetch(worker, self._config.path, self._config.timeout_s)
+            status, _ = await self._fetch(worker, self._config.path, self._config.timeout_s)
         except FetchFailed as failure:
             kind = "probe_timeout" if failure.timed_out else "probe_connect"
         else:
@@ -130,11 +134,17 @@ class Health:
             self._eject(worker, standing, kind)
 
     def _can_be_spared(self, worker: Worker) -> bool:
-        """Whether enough workers of the same models would be left; if not, this is panic mode."""
+        """Whether enough workers of the same models would be left; if not, this is panic mode.
+
+        Workers that prefill do not make up for those that decode, nor the other way round.
+        """
+        prefills = worker.config.role == "prefill"
         peers = [
             other
             for other in self._registry.workers.values()
-            if other.state in (State.READY, State.EJECTED) and not other.models.keys().isdisjoint(worker.models)
+            if other.state in (State.READY, State.EJECTED)
+            and (other.config.role == "prefill") == prefills
+            and not other.models.keys().isdisjoint(worker.models)
         ]
         left = sum(other.state is State.READY and other is not worker for other in peers)
         return left >= self._config.panic_share * len(peers)

@@ -60,13 +60,14 @@ class _Account:
     same name, or the very same one, joins later and gets an account of its own.
     """
 
-    __slots__ = ("held", "open", "prefilling", "start_known", "started_s", "timed", "worker")
+    __slots__ = ("alone", "held", "open", "prefilling", "start_known", "started_s", "timed", "worker")
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.open = worker.row >= 0
         self.held = 0  # requests counted here that have not gone to the worker yet
         self.prefilling: dict[Flight, None] = {}  # the others, in the order in which they went
+        self.alone = False  # whether there has been but one of them since there were none
         self.started_s = 0.0  # their prefill together
         self.start_known = False  # whether ``prefilling_since`` was seen, not presumed
         self.timed = 0  # prefills whose start and end were seen
@@ -85,7 +86,6 @@ class Flight:
         "prefill_s",
         "prompt_tokens",
         "stage",
-        "started_at",
         "streamed",
         "uncached_tokens",
         "worker",
@@ -110,7 +110,6 @@ class Flight:
         self.prompt_tokens = prompt_tokens
         self.uncached_tokens = uncached_tokens
         self.prefill_s = prefill_s
-        self.started_at = now
         self.streamed = streamed
         self.fetch: Fetch | None = None
         self.stage = Flight.HELD if held else Flight.PREFILL
@@ -119,7 +118,6 @@ class Flight:
         """The request goes to its worker now; only for one that was held."""
         if self.stage == Flight.HELD:
             self.stage = Flight.PREFILL
-            self.started_at = now
             self._ledger._start(self, self._account, now, was_held=True)
 
     def shrink(self, uncached_tokens: int, prefill_s: float) -> None:
@@ -222,7 +220,8 @@ class Ledger:
             return
         account.held -= was_held
         state, row = self._cells, account.worker.row
-        if not account.prefilling:
+        account.alone = not account.prefilling
+        if account.alone:
             state[_SINCE, row] = now
             account.start_known = True
         account.prefilling[flight] = None
@@ -263,8 +262,7 @@ class Ledger:
             account.timed += 1
             if flight.fetch is not None:  # the time is not that of its prefill
                 elsewhere = self._registry.elsewhere
-                alone = not prefilling and state[_SINCE, row] == flight.started_at
-                if alone and flight.fetch.idle and (elsewhere is None or not elsewhere[_PENDING_S, row]):
+                if account.alone and flight.fetch.idle and (elsewhere is None or not elsewhere[_PENDING_S, row]):
                     flight.fetch.took_s = took
             elif self._on_prefill is not None:
                 cached_tokens = flight.prompt_tokens - flight.uncached_tokens

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Final
 
 from gateway.config import MetricsConfig
-from gateway.fleet.polling import FetchFailed, Poller
+from gateway.fleet.polling import Fetcher, FetchFailed, Poller
 from gateway.fleet.registry import Registry, Worker
 from policies.base import COLUMNS
 
@@ -157,6 +157,7 @@ class Scraper:
 
     Args:
         registry: whose workers.
+        fetch: asks them.
         config: times.
         on_restart: called when a worker's process is another one than at the last scrape.
         clock: monotonic seconds.
@@ -169,11 +170,13 @@ class Scraper:
     def __init__(
         self,
         registry: Registry,
+        fetch: Fetcher,
         config: MetricsConfig,
         on_restart: Callable[[Worker], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
+        self._fetch = fetch
         self._config = config
         self._on_restart = on_restart
         self._clock = clock
@@ -195,7 +198,7 @@ class Scraper:
     async def _scrape(self, worker: Worker) -> bool:
         seen = self._seen.setdefault(worker, _Seen())
         try:
-            status, text = await self._poller.fetch(worker, "/metrics", self._timeout_s)
+            status, text = await self._fetch(worker, "/metrics", self._timeout_s)
             if status != 200:
                 raise FetchFailed(f"/metrics answers {status}")
         except FetchFailed:

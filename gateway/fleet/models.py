@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.fleet.polling import FetchFailed, Poller
+from gateway.fleet.polling import Fetcher, FetchFailed, Poller
 from gateway.fleet.registry import Registry, Worker
 
 log = logging.getLogger("kvway.fleet")
@@ -25,10 +25,16 @@ class _Listing(msgspec.Struct):
 
 
 class ModelCards:
-    """Keeps ``worker.models`` and ``worker.model_cards`` up to date; the configuration decides which names count."""
+    """Keeps ``worker.models`` and ``worker.model_cards`` up to date; the configuration decides which names count.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        registry: whose workers.
+        fetch: asks them.
+    """
+
+    def __init__(self, registry: Registry, fetch: Fetcher) -> None:
         self._registry = registry
+        self._fetch = fetch
         self._poller = Poller(registry, self._ask, "models", _INTERVAL_S, _RETRY_S)
         self._silent: set[Worker] = set()  # told in the log, once
         registry.on_change(lambda worker, _: self._silent.discard(worker))
@@ -47,7 +53,7 @@ class ModelCards:
 
     async def _ask(self, worker: Worker) -> bool:
         try:
-            status, body = await self._poller.fetch(worker, "/v1/models", _TIMEOUT_S)
+            status, body = await self._fetch(worker, "/v1/models", _TIMEOUT_S)
         except FetchFailed:
             return False
         cards = _cards_in(body) if status == 200 else []

@@ -8,24 +8,25 @@ import random
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import cache
-from time import monotonic
 from typing import Final
 
 import httpx
 
-from gateway.config import TimeoutsConfig
 from gateway.fleet.credentials import credentials
 from gateway.fleet.registry import Registry, Worker
-from gateway.relay.head import ResponseHead
-from gateway.relay.retry import Failure, FailureKind
-from gateway.relay.upstream import Upstream, UpstreamPool
 from gateway.tasks import spawn, stop
 
 log = logging.getLogger("kvway.fleet")
 
-_MAX_ANSWER_BYTES: Final = 32 * 2**20  # /metrics of a large engine is below 1 MB
+MAX_ANSWER_BYTES: Final = 32 * 2**20
+"""Longer answers are given up; ``/metrics`` of a large engine is below 1 MB."""
+
 _MAX_PER_S: Final = 100  # polls over all workers; each takes up to 0.2 ms of the request path's processor
 _JITTER: Final = 0.1  # share of the interval; keeps a thousand workers from being asked in the same millisecond
+
+Fetcher = Callable[[Worker, str, float], Awaitable[tuple[int, bytes]]]
+"""Called with a worker, a path and a timeout in seconds, returns status and body of ``GET path``, or raises
+``FetchFailed``."""
 
 
 class FetchFailed(Exception):
@@ -66,8 +67,8 @@ async def fetch(client: httpx.AsyncClient, worker: Worker, path: str, timeout_s:
         async with asyncio.timeout(timeout_s), client.stream("GET", url, headers=headers) as response:
             async for part in response.aiter_bytes():
                 body += part
-                if len(body) > _MAX_ANSWER_BYTES:
-                    raise FetchFailed(f"{path} answers more than {_MAX_ANSWER_BYTES} bytes")
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise FetchFailed(f"{path} answers more than {MAX_ANSWER_BYTES} bytes")
             return response.status_code, bytes(body)
     except TimeoutError:
         raise FetchFailed(f"{path} does not answer within {timeout_s:g} s", timed_out=True) from None
@@ -75,77 +76,8 @@ async def fetch(client: httpx.AsyncClient, worker: Worker, path: str, timeout_s:
         raise FetchFailed(f"{path} fails: {error or type(error).__name__}") from None
 
 
-class _Page:
-    """What a worker answers to ``GET path``, as it arrives.
-
-    Args:
-        worker: who is asked.
-        path: what for.
-
-    Attributes:
-        status: of the answer.
-        body: so far, without framing.
-    """
-
-    __slots__ = ("_done", "_path", "_upstream", "_worker", "body", "status")
-
-    def __init__(self, worker: Worker, path: str) -> None:
-        self._worker = worker
-        self._path = path
-        self._done: asyncio.Future[Failure | None]
-        self._upstream: Upstream | None = None
-        self.status = 0
-        self.body = bytearray()
-
-    def ask(self, upstream: Upstream) -> asyncio.Future[Failure | None]:
-        """Ask for it over a connection; return what tells how the answer has ended."""
-        self._upstream = upstream
-        self._done = asyncio.get_running_loop().create_future()
-        fields = {"accept": "*/*", "user-agent": "kvway", **credentials(self._worker.config)}
-        lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
-        head = f"GET {self._path} HTTP/1.1\r\nhost: {upstream.pool.host.decode()}\r\n{lines}\r\n"
-        upstream.send(self, head.encode(), b"", False)
-        return self._done
-
-    def drop(self) -> None:
-        """Give it up, unless it is complete."""
-        if self._upstream is not None:
-            self._upstream.abort()
-            self._upstream = None
-
-    def on_upstream_head(self, head: ResponseHead) -> None:
-        """Its head."""
-        self.status = head.status
-
-    def on_upstream_payload(self, payload: bytes) -> None:
-        """A piece of its body."""
-        self.body += payload
-
-    def on_upstream_data(self, data: bytes) -> None:
-        """The same with its framing."""
-        if len(self.body) > _MAX_ANSWER_BYTES:
-            self.drop()
-            self._resolve(Failure(FailureKind.MALFORMED, f"answers more than {_MAX_ANSWER_BYTES} bytes"))
-
-    def on_upstream_end(self) -> None:
-        """It is complete."""
-        self._upstream = None
-        self._resolve(None)
-
-    def on_upstream_lost(self, failure: Failure) -> None:
-        """It ended before that."""
-        self._upstream = None
-        self._resolve(failure)
-
-    def _resolve(self, failure: Failure | None) -> None:
-        if not self._done.done():
-            self._done.set_result(failure)
-
-
 class Poller:
     """Runs ``poll`` for every worker of a registry: at once when it joins, then at intervals, until it leaves.
-
-    Polls go over the relay's client rather than httpx, which would hold up the request path for a millisecond each.
 
     Args:
         registry: whose workers.
@@ -171,7 +103,6 @@ class Poller:
         self._wakes: dict[Worker, asyncio.Event] = {}
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._running = False
-        self._upstream = UpstreamPool(TimeoutsConfig(connect_s=0))  # `fetch` bounds the whole call
         registry.on_change(self._on_change)
 
     async def start(self) -> None:
@@ -186,26 +117,6 @@ class Poller:
         tasks, self._tasks = list(self._tasks.values()), {}
         self._wakes.clear()
         await stop(*tasks)
-        await self._upstream.close()
-
-    async def fetch(self, worker: Worker, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Return status and body of ``GET path``.
-
-        Raises:
-            FetchFailed: no connection, no complete answer within ``timeout_s``, or one beyond any reasonable size.
-        """
-        pool, page = self._upstream.of(worker), _Page(worker, path)
-        pool.reap(monotonic())
-        try:
-            async with asyncio.timeout(timeout_s):
-                failure = await pool.ask(page.ask)
-        except TimeoutError:
-            raise FetchFailed(f"{path} does not answer within {timeout_s:g} s", timed_out=True) from None
-        finally:
-            page.drop()
-        if failure is not None:
-            raise FetchFailed(f"{path} fails: the worker {failure.detail}")
-        return page.status, bytes(page.body)
 
     def nudge(self, worker: Worker) -> None:
         """Ask this worker now instead of at its next turn."""
@@ -215,7 +126,6 @@ class Poller:
 
     def _on_change(self, worker: Worker, joined: bool) -> None:
         if not joined:
-            self._upstream.remove(worker)
             self._wakes.pop(worker, None)
             task = self._tasks.pop(worker, None)
             if task is not None:

@@ -181,8 +181,8 @@ class Registry:
         worker.fetch_s = seconds
         if self.fleet.pulls is not None:
             self.fleet.pulls.s_per_token[worker.row] = seconds
-        for selection in self._selections.values():
-            if selection.pulls is not None and selection.rows is not None:
+        for selection in (*self._selections.values(), *self._prefilling.values()):
+            if selection is not None and selection.pulls is not None and selection.rows is not None:
                 selection.pulls.s_per_token[selection.rows == worker.row] = seconds
 
     def candidates(self, model: str) -> Candidates:

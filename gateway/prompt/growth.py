@@ -171,6 +171,8 @@ class Conversations:
         if again or b"\\" in tail or any(name in tail for name in conversation.names):
             return None
         raws = _RAWS.decode(rest.messages)
+        if added and not raws:  # a comma that nothing follows
+            return None
         messages = rest.messages = [*messages, *map(_MESSAGE.decode, raws)]
         for attribute, value in conversation.head:
             setattr(rest, attribute, value)

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Final, Protocol
 from uuid import uuid4
 
-from gateway.errors import NoWorker
+from gateway.errors import BadRequest, NoWorker
 from gateway.fleet.registry import State, Worker
 from gateway.relay import legs
 from gateway.relay.answer import Answer
@@ -33,6 +33,10 @@ from gateway.relay.services import Services
 from gateway.relay.turns import ParamsReader, Turn
 from gateway.relay.upstream import Receiver
 
+_NOT_BY_SGLANG: Final = (
+    "The workers here prefill or decode only, which SGLang's can do for /v1/chat/completions and /v1/completions, with "
+    f"n from 1 to {legs.MAX_SEQUENCES} and without echo, prompt_logprobs, best_of and beam search."
+)
 _LOOK_S: Final = 0.25  # how often a worker that is written to is looked at
 
 
@@ -110,8 +114,11 @@ class HandOver:
         worker = route.worker
         if worker.config.pd == "sglang" and worker.config.role != "mixed" and not self._refused:
             route.end(monotonic())
+            if not self._sequences:
+                raise BadRequest(_NOT_BY_SGLANG)
             raise NoWorker(
-                f"No prefill worker took the request, and without one {worker.name} cannot answer it.", retry_after_s=1
+                f"No prefill worker handed the request to a decode worker, and {worker.name} alone cannot answer it.",
+                retry_after_s=1,
             )
         route.body = legs.write_fields(self._fields)
         return route
@@ -363,8 +370,12 @@ class HandOver:
             return
         if head.status == 500:
             self._receiver = None
-            self._whole = self._leg is not None and self._leg.worker.config.pd != "sglang"
-            self._exchange.abandon(Failure(FailureKind.BROKEN, "answered 500 to a request with handed-over KV"))
+            assert self._leg is not None and self._decoder is not None
+            prefill = self._leg.worker
+            self._whole = prefill.config.pd != "sglang"
+            is_to_blame = self._services.hand_overs.lost(prefill, self._decoder)
+            kind = FailureKind.BROKEN if is_to_blame else FailureKind.NO_KV
+            self._exchange.abandon(Failure(kind, "answered 500 to a request with handed-over KV"))
         else:
             self._awaits_token = head.status == 200
             self._receiver.on_upstream_head(head)

@@ -390,8 +390,9 @@ class Exchange:
         if self._route is not None:
             if self._route.computed_tokens:
                 record.cached_tokens = cached_before(self._services, self._route, record.cached_tokens)
-            if self._route.flight.fetch is not None and not record.resumptions:
-                self._services.fetches.ended(self._route.flight.fetch, record.cached_tokens)
+            fetch = self._route.flight.fetch
+            if fetch is not None and record.outcome is Outcome.OK and not record.resumptions:
+                self._services.fetches.ended(fetch, record.cached_tokens)
             self._leave()
         if self._hand_over is not None:
             self._hand_over.close()

@@ -98,7 +98,7 @@ class FetchRates:
                 self._measure(fetch, fetch.took_s - fetch.rest_s, monotonic() if now is None else now)
 
     def fade(self, now: float) -> None:
-        """Let what was not seen for long be forgotten; cheap, to be called whenever somebody may fetch."""
+        """Let what was not seen for long be forgotten; to be called before each decision where somebody could fetch."""
         if now < self._fade_at:
             return
         self._fade_at = now + _FADE_EVERY_S
@@ -106,8 +106,8 @@ class FetchRates:
             if now - learned.seen_at >= _FADE_EVERY_S:
                 learned.log_scale *= _FADED
                 self._write(worker, learned.log_scale)
-        for worker in {worker.config.pull.group: worker for worker in self._learned}.values():
-            self._presume(worker)
+        for group in {worker.config.pull.group for worker in self._learned}:
+            self._presume(group)
 
     def _measure(self, fetch: Fetch, seconds: float, now: float) -> None:
         worker, size = fetch.worker, fetch.tokens * fetch.worker.config.tiers.kv_bytes_per_token
@@ -128,12 +128,12 @@ class FetchRates:
         step = max(_LEAST_GAIN, 1 / learned.fetches) * min(_MAX_STEP, max(-_MAX_STEP, error))
         learned.log_scale = min(_MAX_LOG_SCALE, max(-_MAX_LOG_SCALE, learned.log_scale + step))
         self._write(worker, learned.log_scale)
-        self._presume(worker)
+        self._presume(worker.config.pull.group)
 
-    def _presume(self, seen: Worker) -> None:
-        """Give the workers of a group that have not been seen the mean of those that have."""
-        group = seen.config.pull.group
-        mean = fmean(each.log_scale for worker, each in self._learned.items() if worker.config.pull.group == group)
+    def _presume(self, group: str) -> None:
+        """Give the workers of a group that have not been seen the mean of those that have; as configured if none."""
+        seen = [each.log_scale for worker, each in self._learned.items() if worker.config.pull.group == group]
+        mean = fmean(seen) if seen else 0.0
         for worker in self._registry.workers.values():
             if worker.config.pull.group == group and worker not in self._learned:
                 self._write(worker, mean)
@@ -146,9 +146,13 @@ class FetchRates:
         return {worker.name: self.bytes_per_s(worker) for worker in workers if worker.config.pull.group}
 
     def _on_change(self, worker: Worker, joined: bool) -> None:
+        group = worker.config.pull.group
         if joined:
+            if group and self._learned:
+                self._presume(group)
             return
-        self._learned.pop(worker, None)
+        if self._learned.pop(worker, None) is not None:
+            self._presume(group)
         for counted in (self._measured, self._seconds, self._bytes):
             counted.pop(worker.name, None)
         for key in [key for key in self._outcomes if key[0] == worker.name]:

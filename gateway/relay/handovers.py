@@ -57,6 +57,9 @@ class HandOverBook:
         self._transfers: Counter[Pair] = Counter()
         self._moved_bytes: defaultdict[Pair, float] = defaultdict(float)
         self._engines: dict[Worker, tuple[str, float]] = {}
+        self._lost_from: defaultdict[str, set[str]] = defaultdict(
+            set
+        )  # decode → prefill workers, since KV last arrived
         for worker in registry.workers.values():
             self._on_change(worker, joined=True)
         registry.on_change(self._on_change)
@@ -86,6 +89,17 @@ class HandOverBook:
     def ended(self, prefill: Worker, decode: str, outcome: str) -> None:
         """Count what became of a hand-over; ``decode`` is empty where no decode worker was asked."""
         self._outcomes[prefill.name, decode, outcome] += 1
+        if outcome == "completed":
+            self._lost_from.pop(decode, None)
+
+    def lost(self, prefill: Worker, decode: Worker) -> bool:
+        """Note that KV did not arrive; return whether that is the decode worker's fault.
+
+        It is taken for that once it has failed to load the KV of two prefill workers, and none has arrived between.
+        """
+        lost_from = self._lost_from[decode.name]
+        lost_from.add(prefill.name)
+        return len(lost_from) > 1
 
     def first_token(self, prefill: Worker, decode: Worker, ttft_s: float) -> None:
         """Note the TTFT of a stream."""
@@ -107,7 +121,8 @@ class HandOverBook:
     def links(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Floats:
         """Return the seconds per byte from each of ``n`` to each of ``m`` workers, ``[n, m]``.
 
-        They are infinite where the two have no protocol in common. The array is kept up; it is not to be written to.
+        They are infinite where the two have no protocol in common, and to workers that prefill only, which are offered
+        as ``decodes`` once no other is ready. The array is kept up; it is not to be written to.
         """
         pools = tuple(prefills), tuple(decodes)
         table = self._tables.get(pools)
@@ -116,7 +131,7 @@ class HandOverBook:
                 self._tables.clear()
             seconds = [
                 [
-                    1 / self.rates.bytes_per_s(one.name, other.name) if one.config.pd == other.config.pd else inf
+                    1 / self.rates.bytes_per_s(one.name, other.name) if _can_hand(one, other) else inf
                     for other in decodes
                 ]
                 for one in prefills
@@ -147,6 +162,7 @@ class HandOverBook:
         self.rates.leave(worker.name)
         self.turns.leave(worker)
         self._engines.pop(worker, None)
+        self._lost_from.pop(worker.name, None)
         # All that are gone, not this one alone: a request may have ended after its worker left.
         present = {"", *self._registry.workers}
         for of_pair in (self._ttft_s, self._ttfts, self._transfer_s, self._transfers, self._moved_bytes):
@@ -154,6 +170,10 @@ class HandOverBook:
                 del of_pair[pair]
         for counted in [counted for counted in self._outcomes if not present.issuperset(counted[:2])]:
             del self._outcomes[counted]
+
+
+def _can_hand(prefill: Worker, decode: Worker) -> bool:
+    return prefill.config.pd == decode.config.pd and decode.config.role != "prefill"
 
 
 def bootstrap_url(worker: Worker) -> str:

@@ -8,6 +8,7 @@ is refused here.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum
 from random import getrandbits
 from typing import Final
@@ -85,6 +86,11 @@ class RequestHead(msgspec.Struct):
             length,
             self.request_id.encode(),
         )
+
+
+def field_lines(fields: Mapping[str, str]) -> bytes:
+    """Return the header lines of a request of our own, each with its CRLF."""
+    return "".join([f"{name}: {value}\r\n" for name, value in fields.items()]).encode()
 
 
 def read_request_head(

@@ -98,7 +98,8 @@ class Verdict(NamedTuple):
     Attributes:
         apart: it does.
         why: ``always``, ``never`` and ``break-even`` are policies, ``sglang`` is an engine that cannot do otherwise,
-            ``form`` a request that must not, ``no_prefill_worker`` a pool that is empty.
+            ``form`` a request that must not, ``no_prefill_worker`` a pool that is empty, ``no_pair`` two pools of which
+            no two workers can hand KV over.
         pairing: what the decision is made of; None where it follows from less.
     """
 
@@ -126,6 +127,8 @@ async def judge(services: Services, plan: Plan, sequences: int) -> Verdict:
         pairing = await find_pairing(services, plan)
     except NoWorker:
         return Verdict(False, "no_prefill_worker")
+    if not pairing.comparison.possible:
+        return Verdict(False, "no_pair")
     if sglang or policy == "always":
         return Verdict(True, "sglang" if sglang else "always", pairing)
     return Verdict(pairing.comparison.pays, "break-even", pairing)

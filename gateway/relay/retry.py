@@ -67,13 +67,14 @@ class FailureKind(StrEnum):
     IDLE = "idle_timeout"  # no next one
     MALFORMED = "malformed"  # the worker does not speak HTTP
     PARTNER = "other_leg"  # prefill and decode are apart, and the prefill worker failed
+    NO_KV = "no_kv"  # a decode worker could not load what was handed over, through whose fault ever
     REFUSED = "refused"  # 429, 503: the worker is at its limit, and well
     BROKEN = "bad_status"  # 502, 504
 
     @property
     def blames_worker(self) -> bool:
         """Whether this counts against the worker's health."""
-        return self not in (FailureKind.PARTNER, FailureKind.REFUSED, FailureKind.STALE)
+        return self not in (FailureKind.PARTNER, FailureKind.NO_KV, FailureKind.REFUSED, FailureKind.STALE)
 
 
 @dataclass(slots=True)

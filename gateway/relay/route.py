@@ -232,13 +232,14 @@ async def dispatch(services: Services, plan: Plan, tried: Collection[Worker]) ->
         workers, fleet, residency = leave_out(tried, candidates, residency)
     now = monotonic()
     services.ledger.advance(now)
+    if fleet.pulls is not None:
+        services.fetches.fade(now)
     decision = decide(services, plan.policy, plan.request, fleet, residency, now)
     worker, pull = workers[decision.worker], decision.pull
     if pull is None:
         hit_tokens = min(residency.hit(decision.worker), plan.request.prompt_tokens)
         route = count_on(services, plan, worker, hit_tokens, decision.reason, now)
     else:
-        services.fetches.fade(now)
         idle = not fleet.pending_prefill_s[decision.worker]
         fetch = Fetch(worker, pull.tokens, pull.seconds, decision.expected_hit_tokens, idle)
         route = count_on(services, plan, worker, fetch.hit_tokens, decision.reason, now, fetch)

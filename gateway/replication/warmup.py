@@ -9,7 +9,7 @@ import msgspec
 from gateway.fleet.credentials import credentials
 from gateway.fleet.registry import Worker
 from gateway.prompt.tokenizer import unpack
-from gateway.relay.head import RequestHead, new_request_id
+from gateway.relay.head import RequestHead, field_lines, new_request_id
 from gateway.relay.legs import prefill_only, read_fields, sequences, write_fields
 from gateway.replication.seen import SeenPrompt
 from policies.chunks import ChunkHasher
@@ -32,12 +32,11 @@ class WarmUp(msgspec.Struct):
 
     def head_for(self, worker: Worker) -> RequestHead:
         """Return its head, with an id that no request has and the API key of the worker."""
-        fields = {"content-type": "application/json", **credentials(worker.config)}
         return RequestHead(
             method=b"POST",
             target=self.path.encode(),
             path=self.path,
-            fields="".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode(),
+            fields=field_lines({"content-type": "application/json", **credentials(worker.config)}),
             content_length=len(self.body),
             request_id=new_request_id(),
         )

@@ -10,8 +10,10 @@ machine with other work, the holder of Python's lock may wait for a core, too. T
 
 Targets are held against the best round, by wall time or by the CPU time of all threads if that is less, and gaps
 against the best of three passes for each prompt of the pass: whatever else runs on the machine can only add to these.
-Median and 99th percentile of wall time stand beside them. With ``--json`` the last line of output is one JSON object;
-its ``targets`` say of each target whether it was met.
+The cases take turns, in several passes, since a virtual machine is slower for seconds at a time. Median and 99th
+percentile of wall time stand beside the best, and beside what is new what fastokens alone takes for its texts: a
+target missed where that is slow tells of the machine. With ``--json`` the last line of output is one JSON object; its
+``targets`` say of each target whether it was met.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ import os
 import platform
 import random
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from statistics import median
 from time import perf_counter, process_time
 from unittest import mock
 
@@ -37,16 +41,17 @@ from rich.table import Table
 
 from gateway.prompt import tokenizer as tokenizer_module
 from gateway.prompt.pipeline import PromptPipeline
+from gateway.prompt.tokenizer import Encoder, load_tokenizer
 from tests.prompt_rig import CHAT, TINY, candidates, config, reference
 
 NEW_MESSAGE_TOKENS = 60
 TOKENS_PER_WORD = 1.09
-WARM_ROUNDS = 400
-LONG_ROUNDS = 100
-COLD_ROUNDS = 30
+PASSES = 8
+WARM_ROUNDS = 50
+LONG_ROUNDS = 15
+COLD_ROUNDS = 5
 GAP_ROUNDS = 3
 GAP_PASSES = 3
-LIBRARY_ROUNDS = 15
 
 Bodies = Iterator[bytes]
 
@@ -60,6 +65,7 @@ class Case:
         tokens: length of the prompt.
         messages: of the conversation.
         fresh: what is new in each request: ``nothing``, ``last`` message, ``all`` messages.
+        rounds: of a pass.
         limit_us: what the best round is to stay below.
     """
 
@@ -81,6 +87,7 @@ CASES = {
 MORE_CASES = {"short_new": Case("short chat, new last message", 200, 2, "last", WARM_ROUNDS, 0)}
 GAP_LIMIT_US = 10_000
 HUGGING_FACE = "hugging_face_cold_8k"
+FULL_SPEED = 1.15  # times what the library alone takes
 
 
 class Writer:
@@ -125,32 +132,62 @@ async def settle(pipeline: PromptPipeline) -> None:
     await asyncio.sleep(0.05)
 
 
-async def measure(pipeline: PromptPipeline, writer: Writer, case: Case) -> dict[str, float]:
-    """Return the best, the median and the 99th percentile of a case, in µs.
+class Rounds:
+    """What the rounds of one case took.
 
-    The best is of wall time and of the CPU time of all threads, whichever was less.
+    Attributes:
+        tokens: length of the prompt.
+        best_us: of wall time and of the CPU time of all threads, whichever was less.
+        times_us: wall times.
+        library_us: after each round whose texts were all new, what the tokenizer library alone took for such texts.
     """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.best_us = inf
+        self.times_us: list[float] = []
+        self.library_us: list[float] = []
+
+    def figures(self) -> dict[str, float]:
+        """Return best, median and 99th percentile, in µs, and how many times the library's time a round took."""
+        times = sorted(self.times_us)
+        found = {
+            "tokens": self.tokens,
+            "best_us": self.best_us,
+            "p50_us": times[len(times) // 2],
+            "p99_us": times[len(times) * 99 // 100],
+        }
+        if self.library_us:
+            over = [time / library for time, library in zip(self.times_us, self.library_us, strict=True)]
+            found |= {"library_us": min(self.library_us), "over_library": median(over)}
+        return found
+
+
+async def measure(pipeline: PromptPipeline, encoder: Encoder, writer: Writer, case: Case, rounds: Rounds) -> None:
+    """Measure a pass of a case, and where all is new the encoder alone."""
     bodies = writer.bodies(case)
     chosen = candidates()
     for _ in range(3):  # the shape is seen, gets its plan, and has it
-        tokens = await run(pipeline, next(bodies))
+        rounds.tokens = await run(pipeline, next(bodies))
         await settle(pipeline)
     requests = [next(bodies) for _ in range(case.rounds)]
-    times, best = [], float("inf")
     gc.collect()
     for body in requests:
         cpu_started, started = process_time(), perf_counter()
         await pipeline.prompt(pipeline.parse(CHAT, body), chosen)
         elapsed, cpu = perf_counter() - started, process_time() - cpu_started
-        times.append(elapsed * 1e6)
-        best = min(best, elapsed * 1e6, cpu * 1e6)
-    times.sort()
-    return {
-        "tokens": tokens,
-        "best_us": best,
-        "p50_us": times[len(times) // 2],
-        "p99_us": times[len(times) * 99 // 100],
-    }
+        rounds.times_us.append(elapsed * 1e6)
+        rounds.best_us = min(rounds.best_us, elapsed * 1e6, cpu * 1e6)
+        if case.fresh == "all":
+            rounds.library_us.append(library_us(encoder, writer, case))
+
+
+def library_us(encoder: Encoder, writer: Writer, case: Case) -> float:
+    """Return how long a tokenizer library takes to the ids of a new prompt's texts, in µs."""
+    texts = [writer.text(case.tokens // case.messages) for _ in range(case.messages)]
+    started = perf_counter()
+    encoder.encode(texts)
+    return (perf_counter() - started) * 1e6
 
 
 class RunClock:
@@ -201,17 +238,15 @@ async def gaps(writer: Writer) -> float:
     return max(map(min, *passes))
 
 
-def library_us(tokenizer: tokenizers.Tokenizer, writer: Writer) -> float:
-    """Return how long Hugging Face ``tokenizers`` alone takes to the ids of a new 8k prompt's texts, in µs."""
-    case = CASES["cold_8k_0.5ms"]
-    best = float("inf")
-    for _ in range(LIBRARY_ROUNDS):
-        texts = [writer.text(case.tokens // case.messages) for _ in range(case.messages)]
-        cpu_started, started = process_time(), perf_counter()
-        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            encoding.ids  # noqa: B018 - makes a list
-        best = min(best, perf_counter() - started, process_time() - cpu_started)
-    return best * 1e6
+async def measure_all(cases: Mapping[str, Case], writer: Writer) -> dict[str, dict[str, float]]:
+    """Measure cases in turns, with a pipeline of their own."""
+    pipeline, encoder = PromptPipeline(config()), load_tokenizer(TINY).encoder
+    rounds = {name: Rounds() for name in cases}
+    for _ in range(PASSES):
+        for name, case in cases.items():
+            await measure(pipeline, encoder, writer, case, rounds[name])
+    await pipeline.close()
+    return {name: each.figures() for name, each in rounds.items()}
 
 
 async def everything() -> dict[str, dict[str, float]]:
@@ -219,18 +254,12 @@ async def everything() -> dict[str, dict[str, float]]:
     tokenizer = reference(TINY)
     writer = Writer(tokenizer)
     results: dict[str, dict[str, float]] = {}
-    pipeline = PromptPipeline(config())
     gc.freeze()  # as the gateway does when it is ready
     results["idle_gap"] = {"longest_us": min([await longest_gap(asyncio.sleep(0.05)) for _ in range(GAP_PASSES)])}
-    for name, case in {**CASES, **MORE_CASES}.items():
-        results[name] = await measure(pipeline, writer, case)
-    await pipeline.close()
+    results |= await measure_all({**CASES, **MORE_CASES}, writer)
     results["gap_10ms"] = {"longest_us": await gaps(writer)}
     with mock.patch.object(tokenizer_module, "fastokens", None):
-        pipeline = PromptPipeline(config())
-        results[HUGGING_FACE] = await measure(pipeline, writer, CASES["cold_8k_0.5ms"])
-        results[HUGGING_FACE]["library_us"] = library_us(tokenizer, writer)
-        await pipeline.close()
+        results |= await measure_all({HUGGING_FACE: CASES["cold_8k_0.5ms"]}, writer)
         results["hugging_face_gap_10ms"] = {"longest_us": await gaps(writer)}
     return results
 
@@ -239,9 +268,7 @@ def targets(results: dict[str, dict[str, float]]) -> dict[str, bool]:
     """Return for each target whether it was met."""
     met = {name: results[name]["best_us"] <= case.limit_us for name, case in CASES.items()}
     met |= {name: results[name]["longest_us"] <= GAP_LIMIT_US for name in results if name.endswith("gap_10ms")}
-    slow = results[HUGGING_FACE]
-    # at the library's full speed: all else takes no longer than the whole way with fastokens may
-    met["hugging_face_full_speed"] = slow["best_us"] - slow["library_us"] <= CASES["cold_8k_0.5ms"].limit_us
+    met["hugging_face_full_speed"] = results[HUGGING_FACE]["over_library"] <= FULL_SPEED
     return met
 
 
@@ -249,16 +276,16 @@ def print_table(results: dict[str, dict[str, float]]) -> None:
     table = Table(title="From body bytes to chunk hashes, µs")
     for heading in ("", "tokens", "best", "median", "p99", "target"):
         table.add_column(heading, justify="right" if heading else "left")
-    slow = results[HUGGING_FACE]
     lines = [(case.title, results[name], case.limit_us) for name, case in {**CASES, **MORE_CASES}.items()]
-    for title, figures, limit in [*lines, ("8k tokens, all new, Hugging Face", slow, 0)]:
+    for title, figures, limit in [*lines, ("8k tokens, all new, Hugging Face", results[HUGGING_FACE], 0)]:
         cells = [f"{figures[key]:,.1f}" for key in ("best_us", "p50_us", "p99_us")]
         table.add_row(title, f"{figures['tokens']:,}", *cells, f"{limit:,.0f}" if limit else "")
-    table.add_row("the library alone", f"{slow['tokens']:,}", f"{slow['library_us']:,.1f}")
+        if "library_us" in figures:
+            table.add_row("  the library alone", "", f"{figures['library_us']:,.1f}")
     titles = {"gap_10ms": "", "hugging_face_gap_10ms": ", Hugging Face", "idle_gap": ", idle"}
     for name, what in titles.items():
-        limit = "" if name == "idle_gap" else f"{GAP_LIMIT_US:,}"
-        table.add_row(f"longest gap{what}", "", "", "", f"{results[name]['longest_us']:,.1f}", limit)
+        most = "" if name == "idle_gap" else f"{GAP_LIMIT_US:,}"
+        table.add_row(f"longest gap{what}", "", "", "", f"{results[name]['longest_us']:,.1f}", most)
     console = Console()
     console.print(table)
     for target, met in targets(results).items():

@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,17 @@ class Pair:
     prefill: str
     decode: str
     prefill_process: subprocess.Popen[bytes]
+    decode_process: subprocess.Popen[bytes]
+
+
+def engine(port: int) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    """Start an engine of either role."""
+    command: list[str | Path] = [VLLM, "serve", MODEL, "--served-model-name", "tiny", "--load-format", "dummy"]
+    command += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
+    command += ["--max-model-len", "8192", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(CONNECTOR)]
+    (side_channel,) = free_ports(1)
+    return running(command, **ENVIRONMENT | NIXL | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)})
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +59,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     if not VLLM.exists() or not list(VLLM.parent.parent.glob("lib/python3*/site-packages/nixl")):
         pytest.skip("no .venv-vllm with nixl: `make e2e-vllm-pd` makes it")
     with contextlib.ExitStack() as stack:
-        engines = []
-        for _ in range(2):
-            port, side_channel = free_ports(2)
-            command = [VLLM, "serve", MODEL, "--served-model-name", "tiny", "--load-format", "dummy"]
-            command += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_TOKENS)]
-            command += ["--max-model-len", "8192", "--host", "127.0.0.1", "--port", str(port)]
-            command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(CONNECTOR)]
-            environ = ENVIRONMENT | NIXL | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
-            engines.append((f"http://127.0.0.1:{port}", stack.enter_context(running(command, **environ))))
-        for url, process in engines:
+        ports = free_ports(2)
+        prefill, decode = (f"http://127.0.0.1:{port}" for port in ports)
+        processes = [stack.enter_context(engine(port)) for port in ports]
+        for url, process in zip((prefill, decode), processes, strict=True):
             wait_for(f"{url}/health", process, 300)
-        (prefill, process), (decode, _) = engines
         public, admin = free_ports(2)
         config = {
             "server": {"host": "127.0.0.1", "port": public, "admin_port": admin},
@@ -69,7 +75,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         file = write_config(tmp_path_factory.mktemp("gateway"), config)
         gateway = stack.enter_context(running(kvway("serve", "--config", file)))
         wait_for(f"http://127.0.0.1:{public}/ready", gateway, 30)
-        yield Pair(f"http://127.0.0.1:{public}", f"http://127.0.0.1:{admin}", prefill, decode, process)
+        yield Pair(f"http://127.0.0.1:{public}", f"http://127.0.0.1:{admin}", prefill, decode, *processes)
 
 
 def ask(url: str, path: str, text: str, **fields: object) -> httpx.Response:
@@ -139,7 +145,26 @@ def test_the_prefill_engine_pulls_what_the_decode_engine_keeps_of_the_turn_befor
     assert text_of(second) == text_of(ask(pair.decode, PATHS[1], turn))
 
 
-def test_a_killed_prefill_engine_fails_no_request(pair: Pair) -> None:
-    kill_tree(pair.prefill_process.pid)
-    for number in range(4):
-        ask(pair.url, PATHS[number % 2], f"{number} the last story about a router. " * 40, stream=number > 1)
+def kill_with_requests_under_way(pair: Pair, url: str, process: subprocess.Popen[bytes]) -> None:
+    """Kill an engine that has answers to finish: these, and whatever is asked next, come all the same."""
+    prompts = [f"{url} {number} the last story about a router. " * 40 for number in range(8)]
+    with ThreadPoolExecutor(4) as threads:
+        # Not streamed, so that nothing of them has reached the client.
+        asked = [threads.submit(ask, pair.url, PATHS[n % 2], prompts[n], max_tokens=200) for n in range(4)]
+        while not figure(url, "vllm:num_requests_running") and not any(one.done() for one in asked):
+            time.sleep(0.01)
+        kill_tree(process.pid)
+        for one in asked:
+            assert one.result().json()["usage"]["completion_tokens"] == 200
+    for number in range(4, 8):
+        ask(pair.url, PATHS[number % 2], prompts[number], stream=number > 5)
+
+
+def test_a_killed_engine_fails_no_request(pair: Pair) -> None:
+    kill_with_requests_under_way(pair, pair.decode, pair.decode_process)
+    with engine(int(pair.decode.rpartition(":")[2])) as process:
+        wait_for(f"{pair.decode}/health", process, 300)
+        handed_over = figure(pair.admin, "kvway_handovers_total")
+        while figure(pair.admin, "kvway_handovers_total") == handed_over:  # until the gateway has found it again
+            ask(pair.url, PATHS[1], f"{time.monotonic()} the story in between. " * 40)
+        kill_with_requests_under_way(pair, pair.prefill, pair.prefill_process)

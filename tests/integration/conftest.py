@@ -13,8 +13,11 @@ import redis
 import uvloop
 
 from gateway.config import IndexConfig
+from gateway.fleet.polling import Fetcher
+from gateway.fleet.registry import Registry
 from gateway.index.redis import RedisIndex
 from gateway.index.redis_store import LEASE_S
+from gateway.relay.polls import PollClient
 from tests.index_rig import Replica
 from tests.valkey import Valkey
 
@@ -74,3 +77,11 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run(command, check=True, capture_output=True)
     return cert, key
+
+
+@pytest.fixture
+async def fetch(registry: Registry) -> AsyncIterator[Fetcher]:
+    """What asks the workers of the test's registry."""
+    client = PollClient(registry)
+    yield client.fetch
+    await client.close()

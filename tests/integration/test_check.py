@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from gateway.check.findings import Finding, Level, as_data, has_problems, print_findings
 from gateway.check.fleet import CheckOptions, check_fleet
 from gateway.cli import app
-from gateway.config import Config
+from gateway.config import Config, WorkerConfig
 from sim.server import Fault, SimWorker, WorkerSettings
 from tests.events_rig import free_endpoint
 from tests.sim_clients import TINY
@@ -201,6 +201,31 @@ async def test_nothing_is_sent_where_that_is_not_wanted() -> None:
         assert worker.engine.worker.counters.prefix_queries == 0
     assert not problems(findings)
     assert not {"overlap", "usage"} & {finding.check for finding in findings}
+
+
+async def test_workers_of_one_role_need_a_partner_with_their_protocol() -> None:
+    sglang: dict[str, Any] = {"pd": "sglang", "kv_events": None, "kv_replay": None}
+    async with simulated(role="prefill", **sglang) as first, simulated(role="decode", **sglang) as second:
+        config = config_of(first)
+        alike = [worker_of(first, "p", role="prefill", pd="sglang"), worker_of(second, "d", role="decode", pd="sglang")]
+        findings = await findings_of(config.model_copy(update={"workers": tuple(alike)}))
+        assert not problems(findings)  # nor are they sent prompts that they would refuse
+        assert [finding.message for finding in findings if finding.check == "role"] == [
+            "prefill by sglang, with d",
+            "decode by sglang, with p",
+        ]
+        apart = [alike[0], worker_of(second, "d", role="decode", pd="nixl")]
+        findings = await findings_of(config.model_copy(update={"workers": tuple(apart)}), send_prompts=False)
+        found = [finding.message for finding in findings if finding.check == "role"]
+        assert found == [
+            "prefill by sglang, and no decode worker does so: d by nixl",
+            "decode by nixl, and no prefill worker does so: p by sglang",
+        ]
+        assert "role" in problems(findings)
+
+
+def worker_of(worker: SimWorker, name: str, **settings: Any) -> WorkerConfig:
+    return WorkerConfig.model_validate({"url": worker.url, "name": name, **settings})
 
 
 async def test_redis_is_looked_at_where_it_is_used() -> None:

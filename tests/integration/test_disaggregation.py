@@ -137,17 +137,31 @@ async def test_kv_that_does_not_arrive_is_computed_where_it_is_needed(
         assert message.status == 200 and text_of(message)
         record = await apart.rig.settled()
         assert record.attempts == 2 and record.reason != "apart"
-        assert handovers(apart.rig) == counted("w0", record_of_first(apart), "decode_failed")
+        (lost,) = {"w1", "w2"} - {record.worker}
+        assert handovers(apart.rig) == counted("w0", lost, "decode_failed")
+
+
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+async def test_a_decode_worker_is_blamed_for_lost_kv_once_it_was_that_of_two_prefill_workers(connector: str) -> None:
+    async with fleet(connector, (None, None), (Fault("lose_transfer"),)) as apart:
+        for _ in range(3):
+            await answered(apart)
+        assert apart.rig.blamed == []
+        registry = apart.rig.services.registry
+        registry.set_state(registry.workers["w0"], State.DRAINING)
+        await answered(apart)
+        assert apart.rig.blamed == [("w2", "bad_status")]
+        apart.decodes[0].begin_fault(Fault("none"))
+        await answered(apart)
+        apart.decodes[0].begin_fault(Fault("lose_transfer"))
+        await answered(apart)
+        assert len(apart.rig.blamed) == 1
 
 
 async def answered(apart: Fleet) -> RequestRecord:
     message = await ask(apart.rig, TEXT)
     assert message.status == 200 and text_of(message)
     return await apart.rig.settled()
-
-
-def record_of_first(apart: Fleet) -> str:
-    return apart.rig.blamed[0][0]
 
 
 async def test_a_lost_transfer_between_sglang_workers_is_done_again() -> None:
@@ -270,6 +284,40 @@ async def test_sglang_workers_without_a_prefill_worker_say_so() -> None:
         assert message.status == 503
         assert b"prefill worker" in message.body
         await apart.rig.settled()
+
+
+async def test_an_sglang_prefill_worker_never_stands_in_for_a_decode_worker() -> None:
+    async with fleet("sglang", prefills=(None, None)) as apart:
+        registry = apart.rig.services.registry
+        registry.set_state(registry.workers["w2"], State.EJECTED)
+        message = await ask(apart.rig, CHAT)
+        assert (message.status, b"prefill worker" in message.body) == (503, True)
+        await apart.rig.settled()
+        assert not any(computed(worker) for worker in apart.prefills)
+
+
+@pytest.mark.parametrize("field", [{"n": 10**9}, {"n": "two"}, {"echo": True}])
+async def test_what_sglang_workers_of_one_role_cannot_do_is_the_requests_fault(field: dict[str, Any]) -> None:
+    async with fleet("sglang") as apart:
+        message = await ask(apart.rig, TEXT, **field)
+        assert (message.status, b"n from 1 to 1024 and without echo" in message.body) == (400, True)
+        await apart.rig.settled()
+        assert apart.rig.services.ledger.in_flight == 0
+
+
+async def test_pools_without_a_common_protocol_leave_requests_whole_and_explain_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with fleet("nixl") as apart:
+        services = apart.rig.services
+        decode = services.registry.workers["w1"]
+        decode.config = decode.config.model_copy(update={"pd": "mooncake"})
+        assert (await ask(apart.rig, CHAT)).status == 200
+        assert (await apart.rig.settled()).reason != "apart"
+        explanation = await explain(services, CHAT, body_of(CHAT))
+    assert explanation["disaggregation"] == {"apart": False, "why": "no_pair"}
+    print_explanation(explanation, Console(width=80))
+    assert "no prefill worker has the protocol" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)

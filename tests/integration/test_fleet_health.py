@@ -24,8 +24,8 @@ async def engine():
 
 
 @pytest.fixture
-async def health(registry):
-    health = Health(registry, FAST)
+async def health(registry, fetch):
+    health = Health(registry, fetch, FAST)
     await health.start()
     yield health
     await health.close()
@@ -54,9 +54,9 @@ async def test_a_joining_worker_is_ready_after_its_first_good_probe(registry, he
     await until(lambda: worker.state is State.READY)
 
 
-async def test_workers_that_were_there_before_the_start_are_probed(registry, engine):
+async def test_workers_that_were_there_before_the_start_are_probed(registry, engine, fetch):
     registry.add(worker := engine.worker())
-    health = Health(registry, FAST)
+    health = Health(registry, fetch, FAST)
     await health.start()
     await until(lambda: worker.state is State.READY)
     await health.close()
@@ -82,8 +82,8 @@ async def test_a_worker_that_dies_is_ejected_and_comes_back(registry, health, en
     await until(lambda: worker.state is State.READY)
 
 
-async def test_a_hung_worker_delays_nobody(registry, engine):
-    health = Health(registry, HealthConfig(interval_s=0.02, timeout_s=60))
+async def test_a_hung_worker_delays_nobody(registry, engine, fetch):
+    health = Health(registry, fetch, HealthConfig(interval_s=0.02, timeout_s=60))
     await health.start()
     async with Engine({"/health": HANG}) as hung:
         for number in range(20):
@@ -142,13 +142,24 @@ async def test_consecutive_failed_requests_eject(registry, health):
     assert health.ejections == {(first.name, "reset"): 1}
 
 
-async def test_panic_mode_keeps_half_of_a_models_workers(registry):
-    health = Health(registry, HealthConfig(failures=2, panic_share=0.5))
+async def test_panic_mode_keeps_half_of_a_models_workers(registry, fetch):
+    health = Health(registry, fetch, HealthConfig(failures=2, panic_share=0.5))
     workers = fleet_of(registry, 4)
     fleet_of(registry, 10, "qwen")  # of no help to the others
     for worker in workers:
         fail(health, worker)
     assert [worker.state for worker in workers] == [State.EJECTED, State.EJECTED, State.READY, State.READY]
+    await health.close()
+
+
+async def test_panic_mode_keeps_half_of_either_pool_where_prefill_and_decode_are_apart(registry, fetch):
+    health = Health(registry, fetch, HealthConfig(failures=2, panic_share=0.5))
+    workers = fleet_of(registry, 4)
+    for worker, role in zip(workers, ("prefill", "prefill", "decode", "decode"), strict=True):
+        worker.config = worker.config.model_copy(update={"role": role})
+    for worker in workers[2:]:
+        fail(health, worker)
+    assert [worker.state for worker in workers[2:]] == [State.EJECTED, State.READY]
     await health.close()
 
 
@@ -158,8 +169,8 @@ async def test_a_single_worker_is_never_ejected_for_failing_requests(registry, h
     assert worker.state is State.READY
 
 
-async def test_with_panic_mode_off_all_may_go_and_then_all_are_offered(registry):
-    health = Health(registry, HealthConfig(failures=1, panic_share=0))
+async def test_with_panic_mode_off_all_may_go_and_then_all_are_offered(registry, fetch):
+    health = Health(registry, fetch, HealthConfig(failures=1, panic_share=0))
     workers = fleet_of(registry, 3)
     for worker in workers:
         fail(health, worker, 1)
@@ -175,9 +186,11 @@ class Clock:
         return self.now
 
 
-async def test_each_ejection_soon_after_a_return_lasts_twice_as_long(registry, engine):
+async def test_each_ejection_soon_after_a_return_lasts_twice_as_long(registry, engine, fetch):
     clock = Clock()
-    health = Health(registry, HealthConfig(interval_s=0.01, failures=1, panic_share=0, ejection_max_s=0.05), clock)
+    health = Health(
+        registry, fetch, HealthConfig(interval_s=0.01, failures=1, panic_share=0, ejection_max_s=0.05), clock
+    )
     await health.start()
     registry.add(worker := engine.worker())
     await until(lambda: worker.state is State.READY)
@@ -197,8 +210,8 @@ async def test_each_ejection_soon_after_a_return_lasts_twice_as_long(registry, e
     await health.close()
 
 
-async def test_as_many_good_probes_as_configured_bring_a_worker_back(registry, engine):
-    health = Health(registry, HealthConfig(interval_s=0.01, failures=1, successes=3, panic_share=0))
+async def test_as_many_good_probes_as_configured_bring_a_worker_back(registry, engine, fetch):
+    health = Health(registry, fetch, HealthConfig(interval_s=0.01, failures=1, successes=3, panic_share=0))
     await health.start()
     registry.add(worker := engine.worker())
     await until(lambda: worker.state is State.READY)
@@ -209,8 +222,8 @@ async def test_as_many_good_probes_as_configured_bring_a_worker_back(registry, e
     await health.close()
 
 
-async def test_a_worker_that_answers_requests_is_not_ejected_for_slow_probes(registry, engine):
-    health = Health(registry, HealthConfig(interval_s=0.01, timeout_s=0.02, failures=3, panic_share=0))
+async def test_a_worker_that_answers_requests_is_not_ejected_for_slow_probes(registry, engine, fetch):
+    health = Health(registry, fetch, HealthConfig(interval_s=0.01, timeout_s=0.02, failures=3, panic_share=0))
     registry.add(worker := engine.worker(models=("llama",)))
     registry.set_state(worker, State.READY)
     engine.answers["/health"] = HANG

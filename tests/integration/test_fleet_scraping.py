@@ -59,16 +59,16 @@ def restarts():
 
 
 @pytest.fixture
-async def scraper(registry, clock, restarts):
-    scraper = Scraper(registry, MetricsConfig(interval_s=0.01, stale_s=10), restarts.append, clock)
+async def scraper(registry, fetch, clock, restarts):
+    scraper = Scraper(registry, fetch, MetricsConfig(interval_s=0.01, stale_s=10), restarts.append, clock)
     await scraper.start()
     yield scraper
     await scraper.close()
 
 
 @pytest.fixture
-async def models(registry):
-    models = ModelCards(registry)
+async def models(registry, fetch):
+    models = ModelCards(registry, fetch)
     await models.start()
     yield models
     await models.close()

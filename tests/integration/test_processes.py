@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,9 @@ async def _completion(running_service: Service) -> int:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has reaped yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    """Whether any thread of a process runs: its sockets are open until the last one ends. It need not be reaped."""
+    states = []
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            states.append(task.read_text().rpartition(")")[2].split()[0])
+    return any(state not in "ZX" for state in states)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from gateway.admin.explain import explain
+from gateway.fleet.ledger import Fetch
 from policies.base import Tier
 from tests.integration.test_relay_routing import CHUNK_TOKENS, IDS, ask, chunks_of_ids, completion, worker
 from tests.peers import FakeWorker, Message, Wire, answer
@@ -129,3 +130,40 @@ async def test_a_stream_that_comes_sooner_than_expected_speaks_for_a_faster_link
         body = msgspec.json.encode({"model": MODEL, "prompt": IDS})
         explained = await explain(rig.services, "/v1/completions", body)
         assert [row["fetch_gb_s"] for row in explained["candidates"]] == pytest.approx([0.1, 0.1])  # w0 is like it
+
+
+async def test_a_link_over_which_nobody_fetches_any_more_gets_another_chance() -> None:
+    slow = PULL | {"gb_s": 0.05}
+    each = settings(slow, slow)
+    async with worker() as first, worker() as second, relay([first, second], settings=each, **EXPECTED_COST) as rig:
+        await held_by_a_busy_worker(rig)
+        fetches, target = rig.services.fetches, rig.services.registry.workers["w1"]
+        for _ in range(40):
+            long_ago = Fetch(target, HELD, 1.0, HELD, idle=True, took_s=1e6)
+            fetches.ended(long_ago, HELD, now=monotonic() - 3600)
+        slowest = fetches.bytes_per_s(target)
+        got = await ask(rig, completion(IDS))
+        assert got.headers["x-kvway-predicted-hit-tokens"] == "0"
+        assert fetches.bytes_per_s(target) > slowest
+
+
+async def test_of_a_request_whose_client_leaves_nothing_is_said() -> None:
+    asked = asyncio.Event()
+
+    async def silent(_: Wire, __: Message) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    each = settings(PULL, PULL)
+    async with (
+        worker() as first,
+        FakeWorker(silent) as second,
+        relay([first, second], settings=each, **EXPECTED_COST) as rig,
+    ):
+        await held_by_a_busy_worker(rig)
+        async with rig.connect() as client:
+            client.send(completion(IDS))
+            await asked.wait()
+        rig.services.registry.fleet.pending_prefill_s[0] = 0.0
+        assert (await rig.settled()).reason == "pull"
+        assert b"kvway_fetches_total{" not in rig.services.observer.render()

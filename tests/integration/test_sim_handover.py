@@ -84,6 +84,15 @@ async def test_a_dead_prefill_worker_holds_nothing():
         assert (await decoded(decode, params)).status_code == 500
 
 
+async def test_a_dead_prefill_worker_ends_at_once_with_those_who_wait_for_its_kv():
+    settings = {"pd": "mooncake", "role": "prefill", "lease_s": LEASE_S}
+    async with asyncio.timeout(30), worker_and_client(**settings) as (dying, client):
+        waiting = asyncio.ensure_future(client.get("/sim/kv/nothing", params={"wait": LEASE_S}))
+        await client.get("/health")  # so that it has been read, too
+        dying.begin_fault(Fault("die"))
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
 async def test_kv_takes_longer_over_a_slow_link():
     async with (
         pair("nixl", decode=Fault("slow_link", factor=5000)) as ((_, prefill), (_, slow)),

@@ -116,7 +116,7 @@ def test_nothing_is_left_over_and_the_index_is_the_truth(fleet, drawn, closed_lo
         assert not worker.running and not worker.waiting
         assert worker.cache.usage == 0
         for block in blocks:
-            held = simulation.index.residency([block], 1, [row], Speculations(0.0)).tiers()[0]
+            held = simulation.gateways.index.residency([block], 1, [row], Speculations(0.0)).tiers()[0]
             assert held[Tier.HBM] == (block in worker.cache)
             stores = worker.tiers.stores if worker.tiers is not None and block not in worker.cache else ()
             first = next((store.settings.tier for store in stores if block in store), None)

@@ -114,6 +114,7 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
         ("models: {llama: {source: tokenizer}}", "kvway.yaml: models.llama: source is 'tokenizer', but no tokenizer"),
         ("index: {url: nonsense}", "kvway.yaml: index.url: must match pattern"),
         ("health: {path: health}", "kvway.yaml: health.path: must match pattern"),
+        ("health: {path: /a b}", "kvway.yaml: health.path: must match pattern"),
         ("? [a]\n: 1", "kvway.yaml: is not valid YAML: a key must be a plain word"),
         (
             "models: {llama: {chat_template: /nowhere}}",
@@ -145,6 +146,8 @@ def test_a_wrong_value_is_named_with_its_key(mistakes, text, message):
         "http://user:pass@a:1",
         "http://[::1:80",
         "http://a b:1",
+        "http://a..b:1",
+        f"http://{'a' * 64}:1",
     ],
 )
 def test_a_bad_worker_url_is_refused(mistakes, url):

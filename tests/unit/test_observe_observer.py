@@ -13,6 +13,7 @@ from gateway.observe import observer as observer_module
 from gateway.observe.fleet import export_fleet
 from gateway.observe.observer import Observer
 from gateway.observe.record import Outcome, RequestRecord
+from gateway.relay.polls import PollClient
 
 
 @pytest.fixture
@@ -186,7 +187,8 @@ def test_every_family_has_help_and_type(observer):
 
 async def test_the_fleet_is_exposed(registry, observer):
     ledger = Ledger(registry)
-    health, scraper = Health(registry, HealthConfig(failures=1)), Scraper(registry, MetricsConfig())
+    fetch = PollClient(registry).fetch
+    health, scraper = Health(registry, fetch, HealthConfig(failures=1)), Scraper(registry, fetch, MetricsConfig())
     export_fleet(observer, registry, ledger, health, scraper)
     first, second = registry.workers.values()
     for worker in (first, second):

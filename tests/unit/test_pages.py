@@ -36,3 +36,9 @@ def test_what_a_process_holds_is_put_on_huge_pages_unchanged() -> None:
 
 def test_a_system_that_lists_no_memory_is_left_alone(tmp_path: Path) -> None:
     collapse_memory(tmp_path / "absent")
+
+
+def test_files_may_have_names_that_are_no_text(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_bytes(b"7f0000000000-7f0000001000 r--p 00000000 fe:00 12 /opt/mod\xe8les/libcaf\xe9.so\n")
+    collapse_memory(maps)

@@ -195,3 +195,12 @@ def test_messages_of_long_chats_are_read_once_but_for_the_last():
     assert first.messages == parse_request(CHAT, body).messages
     assert first.messages[0] is second.messages[0]
     assert first.messages[1] is not second.messages[1]
+
+
+def test_a_long_chat_that_breaks_off_after_known_messages_is_refused():
+    messages = [{"role": "user", "content": "word " * 2000}, {"role": "user", "content": "x"}]
+    whole = json.dumps({"model": "m", "messages": messages}).encode()
+    known = Conversations(2**20)
+    parse_request(CHAT, whole, known)
+    with pytest.raises(BadRequest, match="not valid JSON"):
+        parse_request(CHAT, whole[: whole.rindex(b"{")] + b"]}", known)

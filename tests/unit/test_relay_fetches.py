@@ -107,6 +107,18 @@ def test_without_fetches_the_configured_bandwidth_comes_back(rates: FetchRates, 
     assert rates.bytes_per_s(registry.workers["a"]) == pytest.approx(GB_S * 1e9, rel=0.01)
 
 
+def test_so_are_those_that_join_later(rates: FetchRates, registry: Registry) -> None:
+    learn(rates, registry, REST_S + 4 * TOKENS * CONFIGURED_S)
+    registry.add(Worker.from_config(entry("d")))
+    assert rates.bytes_per_s(registry.workers["d"]) == pytest.approx(rates.bytes_per_s(registry.workers["a"]))
+
+
+def test_a_group_of_which_nobody_is_left_that_was_seen_is_as_configured(rates: FetchRates, registry: Registry) -> None:
+    learn(rates, registry, REST_S + 16 * TOKENS * CONFIGURED_S)
+    registry.remove("a")
+    assert rates.bytes_per_s(registry.workers["b"]) == pytest.approx(GB_S * 1e9)
+
+
 def test_policies_see_it_in_every_view(rates: FetchRates, registry: Registry) -> None:
     a, b, _ = registry.workers.values()
     for worker in registry.workers.values():
@@ -124,6 +136,17 @@ def test_policies_see_it_in_every_view(rates: FetchRates, registry: Registry) ->
     assert links.s_per_token[b.row] == b.fetch_s
 
 
+def test_they_see_it_of_workers_that_only_prefill(rates: FetchRates, registry: Registry) -> None:
+    one = Worker.from_config(entry("p").model_copy(update={"role": "prefill"}))
+    registry.add(one)
+    registry.set_state(one, State.READY)
+    registry.prefilling("m")
+    learn(rates, registry, REST_S + 4 * TOKENS * CONFIGURED_S, name="p")
+    links = registry.prefilling("m").fleet.pulls
+    assert links is not None
+    assert links.s_per_token[0] == one.fetch_s > 3 * CONFIGURED_S
+
+
 def flight_that_fetches(ledger: Ledger, worker: Worker, now: float, idle: bool = True) -> tuple[Fetch, object]:
     fetch = Fetch(worker, 1000, 1.0, 1000, idle)
     flight = ledger.dispatch(worker, 1100, 100, 1.1, now)
@@ -139,7 +162,7 @@ def test_the_time_of_a_fetch_is_that_of_a_request_alone_and_no_prefill(registry:
     assert (fetch.took_s, prefills) == (2.5, [])
 
 
-@pytest.mark.parametrize("company", ["before", "after", "between", "other_replica"])
+@pytest.mark.parametrize("company", ["before", "after", "between", "unseen", "other_replica"])
 def test_in_company_no_time_is_taken(registry: Registry, company: str) -> None:
     worker = registry.workers["a"]
     ledger = Ledger(registry)
@@ -148,9 +171,9 @@ def test_in_company_no_time_is_taken(registry: Registry, company: str) -> None:
     fetch, flight = flight_that_fetches(ledger, worker, 10.0)
     if company == "before":
         before.first_byte(10.5)
-    if company in ("after", "between"):
-        other = ledger.dispatch(worker, 100, 100, 0.1, 11.0)
-    if company == "between":
+    if company in ("after", "between", "unseen"):
+        other = ledger.dispatch(worker, 100, 100, 0.1, 11.0, streamed=company != "unseen")
+    if company in ("between", "unseen"):
         other.first_byte(11.5)
         other.end(11.6)
     if company == "other_replica":

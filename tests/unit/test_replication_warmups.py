@@ -72,8 +72,10 @@ def test_a_warm_up_is_a_completion_of_the_prefix_for_one_token() -> None:
         "stream": False,
         "cache_salt": "salt",
     }
-    assert warm_up.head_for(WORKER).for_worker(b"w:1", len(warm_up.body)).startswith(
-        b"POST /v1/completions HTTP/1.1\r\nhost: w:1\r\n"
+    assert (
+        warm_up.head_for(WORKER)
+        .for_worker(b"w:1", len(warm_up.body))
+        .startswith(b"POST /v1/completions HTTP/1.1\r\nhost: w:1\r\n")
     )
 
 

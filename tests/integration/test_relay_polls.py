@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gateway.config import WorkerConfig
-from gateway.fleet import polling
-from gateway.fleet.polling import FetchFailed, Poller
+from gateway.fleet.polling import FetchFailed
 from gateway.fleet.registry import Registry, Worker
+from gateway.relay import polls
+from tests.integration.engine import until
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n6\r\nfirst \r\n4\r\npage\r\n0\r\n\r\n"
 
@@ -34,38 +35,41 @@ async def server(*answers):
 
 
 @pytest.fixture
-async def poller():
-    async def poll(_worker):
-        return True
-
-    poller = Poller(Registry(), poll, "poll", 1.0)
-    yield poller
-    await poller.close()
+def registry():
+    return Registry()
 
 
-async def test_a_page_in_chunks_is_read_whole_and_its_connection_used_again(poller):
+async def test_a_page_in_chunks_is_read_whole_and_its_connection_used_again(fetch):
     async with server(CHUNKED, CHUNKED) as (worker, connections):
         for _ in range(2):
-            assert await poller.fetch(worker, "/metrics", 5.0) == (200, b"first page")
+            assert await fetch(worker, "/metrics", 5.0) == (200, b"first page")
         assert len(connections) == 1
 
 
-async def test_a_worker_that_closes_an_idle_connection_as_it_is_asked_is_asked_again(poller):
+async def test_a_worker_that_closes_an_idle_connection_as_it_is_asked_is_asked_again(fetch):
     async with server(CHUNKED, None, CHUNKED) as (worker, connections):
         for _ in range(2):
-            assert await poller.fetch(worker, "/metrics", 5.0) == (200, b"first page")
+            assert await fetch(worker, "/metrics", 5.0) == (200, b"first page")
         assert len(connections) == 2
 
 
-async def test_a_page_without_a_reasonable_end_is_given_up(poller, monkeypatch):
-    monkeypatch.setattr(polling, "_MAX_ANSWER_BYTES", 5)
+async def test_a_page_without_a_reasonable_end_is_given_up(fetch, monkeypatch):
+    monkeypatch.setattr(polls, "MAX_ANSWER_BYTES", 5)
     async with server(CHUNKED) as (worker, _):
         with pytest.raises(FetchFailed, match="more than 5 bytes"):
-            await poller.fetch(worker, "/metrics", 5.0)
+            await fetch(worker, "/metrics", 5.0)
 
 
-async def test_what_is_no_http_is_a_failure(poller):
+async def test_what_is_no_http_is_a_failure(fetch):
     async with server(b"nonsense\r\n\r\n") as (worker, _):
         with pytest.raises(FetchFailed, match="does not answer in HTTP") as failure:
-            await poller.fetch(worker, "/health", 5.0)
+            await fetch(worker, "/health", 5.0)
         assert not failure.value.timed_out
+
+
+async def test_the_connections_to_a_worker_that_leaves_are_closed(registry, fetch):
+    async with server(CHUNKED) as (worker, connections):
+        registry.add(worker)
+        await fetch(worker, "/metrics", 5.0)
+        registry.remove(worker.name)
+        await until(connections[0].is_closing)

@@ -1,0 +1,34 @@
+"""Whether workers that prefill and workers that decode can hand KV over to one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.check.findings import Notebook
+from gateway.config import WorkerConfig
+
+
+def look_at_role(worker: WorkerConfig, fleet: Sequence[WorkerConfig], notes: Notebook) -> None:
+    """Note whether a worker of one role has partners of the other one, which need the same protocol.
+
+    Args:
+        worker: whose role.
+        fleet: all workers.
+        notes: of this worker.
+    """
+    if worker.role == "mixed":
+        return
+    others = [other for other in fleet if (other.role == "prefill") != (worker.role == "prefill")]
+    partners = [other.label for other in others if other.pd == worker.pd]
+    if partners:
+        notes.ok("role", f"{worker.role} by {worker.pd}, with {', '.join(partners)}")
+        return
+    wanted = "decode" if worker.role == "prefill" else "prefill"
+    there = ", ".join(f"{other.label} by {other.pd}" for other in others) or "none there"
+    message = f"{worker.role} by {worker.pd}, and no {wanted} worker does so: {there}"
+    notes.problem("role", message, f"add a {wanted} worker with pd {worker.pd}, or correct role and pd in workers:")
+
+
+def answers_alone(worker: WorkerConfig) -> bool:
+    """Return whether a worker answers requests that name no partner; SGLang's of one role do not."""
+    return worker.pd != "sglang" or worker.role == "mixed"
