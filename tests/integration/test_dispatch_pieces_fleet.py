@@ -15,6 +15,8 @@ from gateway.config import Config
 from sim.faults import Fault
 from sim.server import SimWorker
 from tests.gateway_rig import FILES, MODEL, STORY, entries, ready, sim_workers, until
+from tests.sharing_rig import replicas
+from tests.valkey import Valkey
 
 CONFIG: dict[str, Any] = {
     "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0, "drain_s": 2},
@@ -129,3 +131,21 @@ async def test_a_client_that_leaves_between_pieces_leaves_nothing_behind(client:
         sent = pieces(gateway)
         await ask(client, gateway, [{"role": "user", "content": "Quick!"}])
         assert pieces(gateway) == sent
+
+
+async def test_other_replicas_hear_of_the_whole_prompt_and_its_end(valkey: Valkey, client: httpx.AsyncClient) -> None:
+    sections = {"dispatch": PIECES, "policy": {"name": "least-work"}}
+    async with sim_workers(1, speed=2.0) as workers, replicas(workers, valkey, **sections) as (one, other):
+        await until(lambda: one.registry.fleet.kv_capacity_tokens.all())
+        answer = asyncio.ensure_future(ask(client, one))
+        await until(lambda: pieces(one) > 0)
+
+        def heard() -> bool:
+            candidates = other.registry.candidates(MODEL).fleet
+            ours = one.registry.fleet.pending_prefill_tokens
+            return bool(candidates.pending_prefill_tokens == ours and ours > 0)
+
+        await until(heard)
+        assert await answer != ""
+        await nothing_left(one)
+        await until(lambda: not other.registry.candidates(MODEL).fleet.pending_prefill_tokens.any())
