@@ -7,8 +7,10 @@ import pytest
 
 from sim.engine import Simulation, simulate
 from sim.fleet import Failure, FleetSettings, GatewaySettings
+from sim.index import FleetIndex
 from sim.requests import SimRequest, Trace
 from sim.results import SimResult
+from sim.router import Router, make_policy
 
 BLOCK = 64
 LONG = 65_536
@@ -46,6 +48,16 @@ def test_what_pieces_have_computed_is_no_hit_and_what_was_there_before_is_one():
     assert cold.wait_s[0] == 0.0
     followed = run(prompt(0.0, 1, 16_384), prompt(60.0, 1, LONG))
     assert followed.hit_tokens[1].tolist() == [16_384, 0, 0, 0]
+
+
+def test_a_piece_and_what_is_left_count_together_as_the_whole_prompt():
+    router = Router(make_policy("least-work", None, 0), FleetSettings(workers=1), FleetIndex(1), BLOCK)
+    whole = router.route(prompt(0.0, 1, LONG), [0], 0.0)
+    piece = router.piece(whole, 8192, 1.0)
+    pending = router.fleet.pending_prefill_tokens
+    assert (pending[0], piece.uncached_tokens, whole.flight.uncached_tokens) == (LONG, 8192, LONG - 8192)
+    router.ledger.first_byte(piece, 2.0)
+    assert pending[0] == LONG - 8192
 
 
 def test_prompts_go_whole_where_running_contexts_leave_pieces_no_room():
