@@ -224,15 +224,17 @@ class HandOver:
         if leg.answer is None:
             self._written.cancel()
             return False
-        await self._wait_until_written(self._written)
+        await self._wait_until_written(leg.worker, self._written)
         return not self._written.cancel()  # what is done cannot be cancelled
 
-    async def _wait_until_written(self, written: asyncio.Future[None]) -> None:
+    async def _wait_until_written(self, worker: Worker, written: asyncio.Future[None]) -> None:
         """Wait for LMCache's notices, but not while the worker that is written to is taken to be dead."""
         assert self._receives is not None
         until = monotonic() + self._services.config.disaggregation.lease_s
         while not written.done() and self._receives.state is State.READY and (left_s := until - monotonic()) > 0:
             await asyncio.wait([written], timeout=min(left_s, _LOOK_S))
+        if not written.done() and self._receives.state is State.READY:
+            self._services.hand_overs.notices.missed(worker.name)
 
     async def _decode(self, leg: PrefillLeg, tried: Collection[Worker]) -> Route | None:
         """Choose a decode worker for what was or is being prefilled, and count the request; None where there is none.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from time import monotonic
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,7 @@ _decode = msgspec.msgpack.Decoder(dict[str, Any]).decode
 _NOTICE: Final = "ProxyNotif"
 _MAX_ID_LENGTH: Final = 64  # ours have 37 characters
 _RETRY_S: Final = 1.0
+_WARN_EVERY_S: Final = 60.0
 
 
 class Notices:
@@ -45,6 +47,7 @@ class Notices:
         self._awaited: dict[str, tuple[int, asyncio.Future[None]]] = {}  # request → notices to come, and who waits
         self._context: zmq.asyncio.Context | None = None
         self._task: asyncio.Task[None] | None = None
+        self._warned_at = -_WARN_EVERY_S
 
     async def start(self) -> None:
         """Bind the socket, if there is to be one; where another process has the address, wait for it in the background.
@@ -93,6 +96,17 @@ class Notices:
         if count <= 1 and not written.done():
             written.set_result(None)
         return True
+
+    def missed(self, worker: str) -> None:
+        """Warn, once in a while, that no notice came of what a prefill worker has answered."""
+        now = monotonic()
+        if now - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = now
+            log.warning(
+                "a prefill worker's notice did not come; its pd_proxy_host and pd_proxy_port must lead to "
+                "disaggregation.lmcache_bind of this gateway, where no other program may listen",
+                extra={"worker": worker, "endpoint": self._endpoint},
+            )
 
     def _bind(self, socket: zmq.asyncio.Socket, endpoint: str) -> bool:
         """Bind a socket; False where another process, which may be one of ours, has the address."""

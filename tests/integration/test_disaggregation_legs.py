@@ -169,12 +169,13 @@ async def test_lmcache_legs_are_what_it_expects_and_the_second_waits_until_every
     assert asked == expected
 
 
-async def test_kv_that_lmcache_has_not_written_in_time_is_not_waited_for() -> None:
+async def test_kv_that_lmcache_has_not_written_in_time_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     async with lmcache_pair(2, [WRITTEN], (response(),), lease_s=0.05) as (rig, _, (decode,)):
         assert (await ask(rig, CHAT)).status == 200
         assert (await rig.settled()).reason != "apart"
         assert handovers(rig) == counted("w0", "", "prefill_failed")
         assert len(decode.requests) == 1
+        assert "pd_proxy_host" in caplog.text
 
 
 async def test_what_lmcache_has_written_to_a_worker_that_fails_is_written_to_another() -> None:
