@@ -77,7 +77,7 @@ async def nothing_left(gateway: Gateway) -> None:
 
 async def test_the_answer_is_the_same_as_that_to_a_whole_prompt(client: httpx.AsyncClient) -> None:
     answers = []
-    for dispatch in (PIECES, {"budget_tokens": 256}):
+    for dispatch in (PIECES, PIECES | {"piece_tokens": 0}):
         async with fleet(dispatch=dispatch) as (gateway, _):
             answers.append(await ask(client, gateway))
             assert (pieces(gateway) > 5) == (dispatch is PIECES)
