@@ -135,17 +135,13 @@ async def test_a_client_that_leaves_between_pieces_leaves_nothing_behind(client:
 
 async def test_other_replicas_hear_of_the_whole_prompt_and_its_end(valkey: Valkey, client: httpx.AsyncClient) -> None:
     sections = {"dispatch": PIECES, "policy": {"name": "least-work"}}
-    async with sim_workers(1, speed=2.0) as workers, replicas(workers, valkey, **sections) as (one, other):
+    async with sim_workers(1, speed=0.02) as workers, replicas(workers, valkey, **sections) as (one, other):
         await until(lambda: one.registry.fleet.kv_capacity_tokens.all())
         answer = asyncio.ensure_future(ask(client, one))
-        await until(lambda: pieces(one) > 0)
-
-        def heard() -> bool:
-            candidates = other.registry.candidates(MODEL).fleet
-            ours = one.registry.fleet.pending_prefill_tokens
-            return bool(candidates.pending_prefill_tokens == ours and ours > 0)
-
-        await until(heard)
-        assert await answer != ""
+        await until(lambda: one.ledger.in_flight == 2)  # the request, and a piece that takes as long as the test
+        pending = float(one.registry.fleet.pending_prefill_tokens[0])
+        assert pending > 10 * 256
+        await until(lambda: other.registry.candidates(MODEL).fleet.pending_prefill_tokens[0] == pending)
+        answer.cancel()
         await nothing_left(one)
         await until(lambda: not other.registry.candidates(MODEL).fleet.pending_prefill_tokens.any())
