@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from time import monotonic
 from typing import Any, Final
@@ -74,11 +73,7 @@ class WarmUps:
             message = f"cache_control.warm_up_tokens_per_min is spent; ask again in {wait_s:.0f} s."
             raise Saturated(message, retry_after_s=wait_s)
         leg = self._begin(worker, seen, warm_up, min(hit_tokens, warm_up.tokens))
-        try:
-            await asyncio.shield(leg.task)
-        except asyncio.CancelledError:
-            leg.cancel()
-            raise
+        await leg.done()
         if leg.answer is None:
             self._outcomes[worker.name, "failed"] += 1
             detail = "was given up" if leg.failure is None else leg.failure.detail

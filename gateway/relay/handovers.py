@@ -57,9 +57,8 @@ class HandOverBook:
         self._transfers: Counter[Pair] = Counter()
         self._moved_bytes: defaultdict[Pair, float] = defaultdict(float)
         self._engines: dict[Worker, tuple[str, float]] = {}
-        self._lost_from: defaultdict[str, set[str]] = defaultdict(
-            set
-        )  # decode → prefill workers, since KV last arrived
+        # By decode worker, the prefill workers whose KV has not arrived there, since any last did.
+        self._lost_from: defaultdict[str, set[str]] = defaultdict(set)
         for worker in registry.workers.values():
             self._on_change(worker, joined=True)
         registry.on_change(self._on_change)

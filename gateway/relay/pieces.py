@@ -7,7 +7,6 @@ no piece has computed, it has left to prefill.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from time import monotonic
@@ -82,11 +81,7 @@ class _Chain:
         self._shrink(end)
         piece = Route(worker, flight, hit_tokens=begin, reason="piece")
         leg = PrefillLeg(services, warm_up.head_like(self.head), self.plan, piece, warm_up.body, is_retried=False)
-        try:
-            await asyncio.shield(leg.task)
-        except asyncio.CancelledError:
-            leg.cancel()
-            raise
+        await leg.done()
         if leg.answer is None:
             self.pieces.failed(worker, leg.refused, leg.status)
             if worker.row >= 0:

@@ -13,13 +13,14 @@ from typing import Final
 
 from gateway.errors import Saturated
 from gateway.fleet.ledger import Flight
-from gateway.relay.head import RequestHead, ResponseHead
+from gateway.relay.head import RequestHead
 from gateway.relay.legs import PrefillAnswer, read_params
 from gateway.relay.retry import REFUSED_STATUSES, Failure, FailureKind, refused_by
 from gateway.relay.route import Plan, Route, remember
 from gateway.relay.services import Services
 from gateway.relay.sse import UsageReader
 from gateway.relay.upstream import Upstream
+from gateway.relay.whole import WholeAnswer
 from gateway.tasks import spawn
 
 _MAX_BYTES: Final = 16 * 2**20  # the numbers of the blocks of a million tokens are below 1 MB
@@ -44,7 +45,6 @@ class PrefillLeg:
         answer: what the worker said, once the prompt is prefilled.
         failure: why it is not, once that is known.
         refused: the worker found the request itself wrong.
-        status: of the worker's answer, 0 without one.
         ended_at: monotonic seconds, 0 until then.
         on_failure: told when it fails.
     """
@@ -64,7 +64,6 @@ class PrefillLeg:
         self.answer: PrefillAnswer | None = None
         self.failure: Failure | None = None
         self.refused = False
-        self.status = 0
         self.ended_at = 0.0
         self.on_failure: Callable[[PrefillLeg], None] | None = None
         self._services = services
@@ -73,16 +72,26 @@ class PrefillLeg:
         self._route = route
         self._is_retried = is_retried
         self._pulls = pulls
-        self._upstream: Upstream | None = None
-        self._response: ResponseHead | None = None
-        self._body = bytearray()
-        self._outcome: asyncio.Future[Failure | None]
+        self._whole = WholeAnswer(_MAX_BYTES)
         self.task = spawn(self._run(body), f"prefill {head.request_id}")
+
+    @property
+    def status(self) -> int:
+        """Status of the worker's answer, 0 without one."""
+        return self._whole.status
+
+    async def done(self) -> None:
+        """Wait until it is over; whoever gives up waiting gives it up."""
+        try:
+            await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Give it up; one that has ended is left alone."""
         self.task.cancel()
-        self._drop_upstream()
+        self._whole.drop()
         self._route.end(monotonic())
 
     async def _run(self, body: bytes) -> None:
@@ -99,7 +108,7 @@ class PrefillLeg:
         except Saturated:
             failure = Failure(FailureKind.REFUSED, "has too many requests waiting")
         finally:
-            self._drop_upstream()
+            self._whole.drop()
             self.ended_at = monotonic()
             self._route.end(self.ended_at)
         self.failure = failure
@@ -124,70 +133,33 @@ class PrefillLeg:
             and not await services.dispatcher.turn(flight, request)
         ):
             return Failure(FailureKind.REFUSED, "has stopped being ready")
-        return await services.upstream.of(self.worker).ask(partial(self._send, body))
+        return await services.upstream.of(self.worker).ask(partial(self._send, body)) or self._wrong()
 
     def _send(self, body: bytes, upstream: Upstream) -> asyncio.Future[Failure | None]:
         """Send the request over a connection; return what tells how the answer has ended."""
-        self._upstream = upstream
-        self._outcome = asyncio.get_running_loop().create_future()
-        pool = upstream.pool
-        upstream.send(self, self._head.for_worker(pool.host, len(body), pool.fields), body, False)
-        return self._outcome
+        outcome, pool = self._whole.expect(upstream), upstream.pool
+        upstream.send(self._whole, self._head.for_worker(pool.host, len(body), pool.fields), body, False)
+        return outcome
+
+    def _wrong(self) -> Failure | None:
+        """Return what is wrong with the worker's answer, which is complete."""
+        response = self._whole.head
+        assert response is not None
+        if response.status < 400:
+            return None
+        self.refused = response.status < 500 and response.status not in REFUSED_STATUSES
+        if self._pulls and response.status == 500:
+            return Failure(FailureKind.PARTNER, "could not pull KV")
+        return refused_by(response)
 
     async def _prefilled(self) -> None:
         """Note what the worker has said, and what it holds now."""
         usage = UsageReader()
-        body = bytes(self._body)
+        body = bytes(self._whole.body)
         usage.feed(body)
         self.answer = PrefillAnswer(read_params(body), usage.cached_tokens)
-        self._body.clear()
+        self._whole.body.clear()
         self._route.answered(200, monotonic())
         if self._route.to_remember:
             request = self._plan.request
             await remember(self._services, self._route, request.prompt_tokens if request is not None else 0)
-
-    def _drop_upstream(self) -> None:
-        if self._upstream is not None:
-            self._upstream.abort()
-            self._upstream = None
-
-    def _resolve(self, failure: Failure | None) -> None:
-        if not self._outcome.done():
-            self._outcome.set_result(failure)
-
-    # The worker's answer
-
-    def on_upstream_head(self, head: ResponseHead) -> None:
-        """Its head."""
-        self._response = head
-        self.status = head.status
-        self._body.clear()
-
-    def on_upstream_payload(self, payload: bytes) -> None:
-        """A piece of its body."""
-        self._body += payload
-
-    def on_upstream_data(self, data: bytes) -> None:
-        """The same with its framing."""
-        if len(self._body) > _MAX_BYTES:
-            self._drop_upstream()
-            self._resolve(Failure(FailureKind.MALFORMED, f"answered with more than {_MAX_BYTES} bytes"))
-
-    def on_upstream_end(self) -> None:
-        """It is complete."""
-        self._upstream = None
-        response = self._response
-        assert response is not None
-        if response.status < 400:
-            self._resolve(None)
-            return
-        self.refused = response.status < 500 and response.status not in REFUSED_STATUSES
-        if self._pulls and response.status == 500:
-            self._resolve(Failure(FailureKind.PARTNER, "could not pull KV"))
-        else:
-            self._resolve(refused_by(response))
-
-    def on_upstream_lost(self, failure: Failure) -> None:
-        """It ended before that."""
-        self._upstream = None
-        self._resolve(failure)
