@@ -132,17 +132,16 @@ class Pieces:
         if refused and status not in _TURNED_AWAY:
             self._pause(worker)
 
-    def cached_before(self, worker: Worker, hit_tokens: int, computed_tokens: int, cached_tokens: int) -> int:
-        """Return how much of a prompt was cached before its pieces were sent.
+    def found(self, worker: Worker, hit_tokens: int, cached_tokens: int) -> None:
+        """Note what an engine found of a prompt when it came itself, after pieces of it.
 
-        Where its engine never finds what they computed, they are of no use there: it may cache nothing, or the token
-        ids are not those that it works with.
+        Where it never finds what they computed, they are of no use there: it may cache nothing, or the token ids are
+        not those that it works with.
 
         Args:
             worker: where it went.
             hit_tokens: tokens that the first piece could expect in the cache.
-            computed_tokens: tokens that pieces have computed.
-            cached_tokens: tokens that the engine found when the prompt itself came.
+            cached_tokens: tokens that the engine found in the end.
         """
         if cached_tokens > hit_tokens + self._hasher.chunk_tokens:
             self._misses.pop(worker, None)
@@ -150,7 +149,6 @@ class Pieces:
             self._misses[worker] += 1
             if self._misses[worker] >= _MISSES:
                 self._pause(worker)
-        return max(0, cached_tokens - computed_tokens)
 
     def _pause(self, worker: Worker) -> None:
         if worker.row >= 0:

@@ -145,17 +145,17 @@ class Answer:
 
         Args:
             error: what the event says.
-            upstream: the connection that brought a chunked body so far; None where the client has whole chunks of it.
+            upstream: the connection that brought a chunked body so far; None where there is none any more.
         """
         assert self._head is not None, "only an answer that began can be cut"
-        framing = self._head.framing
-        if self.usage is None or not self._head.is_event_stream or framing in (Framing.LENGTH, Framing.NONE):
+        head, framing = self._head, self._head.framing
+        if self.usage is None or not head.is_event_stream or framing in (Framing.LENGTH, Framing.NONE):
             self._client.reset()
             return
         event = error_event(error.body(), self.usage.mid_event)
         if self._dechunked or framing is Framing.UNTIL_CLOSE:
             self._client.write(event)
-        elif (filling := upstream.filling() if upstream is not None else b"") is not None:
+        elif (filling := b"" if head.reframed or upstream is None else upstream.filling()) is not None:
             self._client.write(filling + chunk(event) + LAST_CHUNK)
         else:
             self._client.reset()

@@ -1,4 +1,7 @@
-"""Tells clients how much of their prompt was cached where it was prefilled, which is not where it was decoded."""
+"""Tells clients how much of their prompt was cached before anything was done for them.
+
+Their engine's word is not that where the prompt was prefilled by another one, or in pieces before it came itself.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,26 @@ from gateway.relay.retry import Failure
 from gateway.relay.sse import split_events
 from gateway.relay.upstream import Receiver
 
-_KEY: Final = b'"cached_tokens"'
-_COUNT: Final = re.compile(rb'("cached_tokens"\s*:\s*)(?:\d+|null)')  # generated text cannot contain it unescaped
+# Generated text cannot contain the keys: quotes are escaped there.
+_USAGE: Final = re.compile(rb'"usage"\s*:\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}')
+_CACHED: Final = re.compile(rb'("(?:cached_tokens|cache_read_input_tokens)"\s*:\s*)(\d+|null)')
+_BESIDES: Final = re.compile(rb'("input_tokens"\s*:\s*)(\d+)')
 _LENGTH: Final = re.compile(rb"(?i)(\r\ncontent-length:)[^\r]*")
 _MAX_BYTES: Final = 16 * 2**20  # of an answer that is not streamed, and of one event; longer ones pass as they are
 
 
 class CachedTokens:
-    """Passes a decode worker's answer on, ``cached_tokens`` in its usage replaced.
+    """Passes a worker's answer on, the cached tokens in its usage replaced.
 
     A stream passes event by event, in chunks of our own. An answer that is not streamed comes all at once anyway: it
     is kept until it is complete, because its length may change.
 
     Args:
         inner: whom it is passed on to.
-        tokens: returns what to report, None for what the worker reports.
+        tokens: given what the worker reports, None for nothing, returns what to report, None for the same.
     """
 
-    def __init__(self, inner: Receiver, tokens: Callable[[], int | None]) -> None:
+    def __init__(self, inner: Receiver, tokens: Callable[[int | None], int | None]) -> None:
         self._inner = inner
         self._tokens = tokens
         self._head: ResponseHead | None = None  # of an answer that is kept
@@ -44,7 +49,7 @@ class CachedTokens:
         if head.status == 200 and head.is_readable and head.framing is Framing.LENGTH:
             self._head = head
         else:
-            self._inner.on_upstream_head(head)
+            self._inner.on_upstream_head(msgspec.structs.replace(head, reframed=True) if self._streams else head)
 
     def on_upstream_payload(self, payload: bytes) -> None:
         """A piece of the body."""
@@ -62,7 +67,7 @@ class CachedTokens:
             whole = self._kept[: len(self._kept) - len(rest)]
             self._kept = rest
             if whole:
-                passed = self._rewritten(whole)
+                passed = _USAGE.sub(self._rewritten, whole)
                 self._inner.on_upstream_payload(passed)
                 self._inner.on_upstream_data(chunk(passed))
         elif self._head is None:
@@ -78,7 +83,7 @@ class CachedTokens:
                 self._inner.on_upstream_data(chunk(self._kept))
             self._inner.on_upstream_data(LAST_CHUNK)
         elif self._head is not None:
-            body = self._rewritten(self._kept)
+            body = _USAGE.sub(self._rewritten, self._kept)
             raw = _LENGTH.sub(rb"\1 %d" % len(body), self._head.raw)
             self._release(msgspec.structs.replace(self._head, raw=raw), body)
         self._inner.on_upstream_end()
@@ -94,6 +99,16 @@ class CachedTokens:
             self._inner.on_upstream_payload(body)
             self._inner.on_upstream_data(body)
 
-    def _rewritten(self, body: bytes) -> bytes:
-        tokens = self._tokens() if _KEY in body else None
-        return body if tokens is None else _COUNT.sub(rb"\g<1>%d" % tokens, body)
+    def _rewritten(self, found: re.Match[bytes]) -> bytes:
+        usage = found[0]
+        cached = _CACHED.search(usage)
+        if cached is None:
+            return usage
+        reported = None if cached[2] == b"null" else int(cached[2])
+        tokens = self._tokens(reported)
+        if tokens is None:
+            return usage
+        if b"cache_read" in cached[1]:  # Anthropic's API counts what is cached besides the input, OpenAI's counts it in
+            less = (reported or 0) - tokens
+            usage = _BESIDES.sub(lambda count: b"%b%d" % (count[1], max(0, int(count[2]) + less)), usage)
+        return _CACHED.sub(rb"\g<1>%d" % tokens, usage)

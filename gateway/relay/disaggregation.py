@@ -359,7 +359,7 @@ class HandOver:
             turns = self._services.hand_overs.turns
             turns.keep(self._plan.request, usage.prompt_tokens, self._decoder, params, monotonic())
 
-    def _reported_tokens(self) -> int | None:
+    def _reported_tokens(self, _cached_tokens: int | None) -> int | None:
         """Return what the client is to be told was cached: what was so where the prompt was prefilled."""
         answer = self._leg.answer if self._leg is not None else None
         return answer.cached_tokens if answer is not None else None

@@ -22,7 +22,7 @@ from gateway.observe.record import Outcome, RequestRecord
 from gateway.relay.answer import Answer, Client, ErrorAnswer, own_headers
 from gateway.relay.disaggregation import HandOver, hand_over
 from gateway.relay.head import RequestHead, ResponseHead
-from gateway.relay.pieces import cached_before, its_turn
+from gateway.relay.pieces import cached_before, its_turn, without_pieces
 from gateway.relay.report import body_for
 from gateway.relay.resume import Resumption, resumption
 from gateway.relay.retry import REFUSED_STATUSES, RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, refused_by
@@ -213,6 +213,8 @@ class Exchange:
         receiver: Receiver = self._resumption or self
         if self._hand_over is not None:
             receiver = self._hand_over.receiver(receiver)
+        if route.computed_tokens:
+            receiver = without_pieces(route, receiver)
         body, pool = body_for(route, head.path, self.body), upstream.pool
         upstream.send(receiver, head.for_worker(pool.host, len(body), pool.fields), body, head.method == b"HEAD")
         return self._outcome
@@ -364,8 +366,7 @@ class Exchange:
             self.answer.refuse(error)
             record.outcome = Outcome.UPSTREAM_FAILED if isinstance(error, UpstreamError) else Outcome.REJECTED
         elif not self._answered:
-            whole_chunks = self._resumption is not None and self._resumption.reframes
-            self.answer.cut(error, None if whole_chunks else self._upstream)
+            self.answer.cut(error, self._upstream)
             record.outcome = Outcome.CUT
             if self._resumption is not None:
                 self._resumption.failed()

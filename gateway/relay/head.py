@@ -219,6 +219,7 @@ class ResponseHead(msgspec.Struct):
         framing: how the body ends.
         is_event_stream: the body is an SSE stream that can be read in passing.
         is_readable: the same, or JSON.
+        reframed: the body passes in whole chunks of our own, not as the worker cut it.
     """
 
     status: int
@@ -227,6 +228,7 @@ class ResponseHead(msgspec.Struct):
     framing: Framing
     is_event_stream: bool
     is_readable: bool
+    reframed: bool = False
 
     @property
     def retry_after_s(self) -> float:

@@ -14,10 +14,12 @@ from time import monotonic
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.pieces import LongPrompt, Pieces
 from gateway.fleet.registry import State
+from gateway.relay.cached import CachedTokens
 from gateway.relay.head import RequestHead
 from gateway.relay.prefill import PrefillLeg
 from gateway.relay.route import Plan, Route, prefill_s_on
 from gateway.relay.services import Services
+from gateway.relay.upstream import Receiver
 from gateway.replication.warmup import WarmUp
 from policies.base import RoutingRequest
 
@@ -98,14 +100,37 @@ class _Chain:
         flight.shrink(new, prefill_s_on(self.services, self.route.worker, new, computed_tokens))
 
 
+def without_pieces(route: Route, inner: Receiver) -> Receiver:
+    """Return what has the client told how much of its prompt was cached before pieces of it were sent.
+
+    Args:
+        route: how the request goes.
+        inner: whom its answer is passed on to.
+    """
+
+    def before(found_tokens: int | None) -> int | None:
+        if found_tokens is None:
+            return None
+        route.found_tokens = found_tokens
+        return _before(route, found_tokens)
+
+    return CachedTokens(inner, before)
+
+
 def cached_before(services: Services, route: Route, cached_tokens: int | None) -> int | None:
     """Return how much of a prompt was cached before pieces of it were sent, None where its engine does not say.
 
     Args:
         services: the other rooms.
         route: how the request went.
-        cached_tokens: prompt tokens that the engine found in its cache when the request itself came.
+        cached_tokens: what the client was told, which is the engine's word where the answer could not be rewritten.
     """
-    if cached_tokens is None or services.pieces is None:
+    found_tokens = cached_tokens if route.found_tokens is None else route.found_tokens
+    if found_tokens is None or services.pieces is None:
         return None
-    return services.pieces.cached_before(route.worker, route.hit_tokens, route.computed_tokens, cached_tokens)
+    services.pieces.found(route.worker, route.hit_tokens, found_tokens)
+    return _before(route, found_tokens)
+
+
+def _before(route: Route, found_tokens: int) -> int:
+    return max(0, found_tokens - route.computed_tokens)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from time import monotonic
 from typing import Final, Protocol
 
+import msgspec
+
 from gateway.config import ResumptionConfig
 from gateway.fleet.registry import Worker
 from gateway.relay.chunked import LAST_CHUNK, chunk
@@ -49,9 +51,6 @@ class Resumption:
         plan: the request's plan.
         path: its path.
         body: its body.
-
-    Attributes:
-        reframes: whether the client gets whole events in chunks of our own; else a worker's bytes as they are.
     """
 
     __slots__ = (
@@ -62,11 +61,11 @@ class Resumption:
         "_partial",
         "_path",
         "_plan",
+        "_reframes",
         "_rest",
         "_resumed",
         "_services",
         "_struck_by",
-        "reframes",
     )
 
     def __init__(
@@ -83,7 +82,7 @@ class Resumption:
         self._rest = b""  # the beginning of an event
         self._resumed = 0
         self._struck_by: FailureKind | None = None  # until a continuation begins
-        self.reframes = False
+        self._reframes = False  # the client gets whole events; else a worker's bytes as they are
 
     # When a worker has died
 
@@ -97,7 +96,7 @@ class Resumption:
         return True
 
     def _refusal(self, worker: Worker) -> Refusal | None:
-        if not self.reframes:
+        if not self._reframes:
             return Refusal.UNREADABLE
         if self._partial.refusal is not None:
             return self._partial.refusal
@@ -153,19 +152,19 @@ class Resumption:
         if self._joint is not None and not streams:
             self._exchange.abandon(refused_by(head))
             return
-        self.reframes = streams
-        self._exchange.on_upstream_head(head)
+        self._reframes = streams
+        self._exchange.on_upstream_head(msgspec.structs.replace(head, reframed=True) if streams else head)
 
     def on_upstream_payload(self, payload: bytes) -> None:
         """A piece of the body."""
-        if self.reframes:
+        if self._reframes:
             self._rest += payload
         else:
             self._exchange.on_upstream_payload(payload)
 
     def on_upstream_data(self, data: bytes) -> None:
         """Bytes of the body, whose payload is known already."""
-        if not self.reframes:
+        if not self._reframes:
             self._exchange.on_upstream_data(data)
             return
         payload = self._rest
@@ -188,7 +187,7 @@ class Resumption:
         if self._joint is not None and self._partial.refusal is None:
             self._exchange.on_upstream_lost(Failure(FailureKind.MALFORMED, "ended its stream too early"))
             return
-        if self.reframes:
+        if self._reframes:
             if self._rest:
                 self._pass_on(self._rest)
             self._exchange.on_upstream_data(LAST_CHUNK)

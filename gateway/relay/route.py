@@ -82,6 +82,7 @@ class Route(msgspec.Struct):
         body: what this worker gets in place of the plan's body, where prefill and decode are apart.
         hint: whom its engine is told to fetch a prefix from, where it is to be told.
         computed_tokens: prompt tokens that pieces of it have computed there, before it went itself.
+        found_tokens: where pieces have, what its engine reported as cached when it came; None unless it did.
     """
 
     worker: Worker
@@ -95,6 +96,7 @@ class Route(msgspec.Struct):
     body: bytes | None = None
     hint: SourceHint | None = None
     computed_tokens: int = 0
+    found_tokens: int | None = None
 
     def note(self, record: RequestRecord) -> None:
         """Write down where the request goes."""

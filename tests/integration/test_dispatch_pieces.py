@@ -18,6 +18,7 @@ from tests.relay_rig import MODEL, Rig, relay
 PATH = "/v1/completions"
 LONG = list(range(1000, 1300))  # 300 tokens: four pieces of 64, and 44 tokens of its own
 PIECES = [64, 128, 192, 256]
+TIMED_PREFILLS = 16  # of so many, answers that are not streamed are held, too
 
 
 class PieceWorker(FakeWorker):
@@ -27,6 +28,7 @@ class PieceWorker(FakeWorker):
         came: user and prompt tokens of each request; a piece has no user.
         status: what pieces are answered with.
         keeps: whether the engine finds again what it has computed.
+        dies: in the middle of its streams.
     """
 
     def __init__(self) -> None:
@@ -34,6 +36,7 @@ class PieceWorker(FakeWorker):
         self.came: list[tuple[str, int]] = []
         self.status = "200 OK"
         self.keeps = True
+        self.dies = False
         self._computed = 0
         self._waiting: list[asyncio.Event] = []
 
@@ -60,12 +63,16 @@ class PieceWorker(FakeWorker):
             self.came.append((f"{user} has left", tokens))
             return
         leaves.cancel()
+        await asyncio.wait({leaves})
         cached = self._computed if self.keeps and tokens > self._computed else 0
         if not user:
             self._computed = tokens
         usage = {"prompt_tokens": tokens, "prompt_tokens_details": {"cached_tokens": cached}}
         last = msgspec.json.encode({"choices": [], "usage": usage})
-        if body["stream"]:
+        if body["stream"] and self.dies:
+            wire.send(STREAM_HEAD, chunk(event(user)), chunk(event(user))[:-9])
+            wire.close()
+        elif body["stream"]:
             wire.send(STREAM_HEAD, chunk(event(user)), chunk(b"data: %b\n\n" % last), LAST_CHUNK)
         else:
             wire.send(response(last, "200 OK" if user else self.status))
@@ -126,10 +133,35 @@ async def test_a_long_prompt_goes_in_pieces_and_a_short_one_that_came_later_over
 async def test_what_pieces_have_left_in_the_cache_is_no_hit() -> None:
     async with fleet() as (rig, [worker]), asking(rig, "long", LONG) as long:
         await worker.all_of(*[("", end) for end in PIECES], ("long", 300))
-        assert b'"cached_tokens":256' in (await long.read_message()).body
+        assert b'"cached_tokens":0' in (await long.read_message()).body
         record = await rig.settled()
         assert (record.predicted_hit_tokens, record.cached_tokens) == (0, 0)
         assert rig.services.observer.accuracy()["w0"][1:] == (0, 0, 0)
+
+
+async def test_once_the_worker_is_known_answers_that_are_not_streamed_are_the_same() -> None:
+    async with fleet() as (rig, [worker]):
+        for number in range(TIMED_PREFILLS):
+            async with asking(rig, "short", short(number)) as wire:
+                await worker.all_of(*[("short", 20)] * (number + 1))
+                await wire.read_message()
+        worker.came.clear()
+        async with asking(rig, "long", LONG, stream=False) as long:
+            await worker.all_of(*[("", end) for end in PIECES], ("long", 300))
+            assert msgspec.json.decode((await long.read_message()).body)["usage"] == {
+                "prompt_tokens": 300,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            }
+        assert (await rig.settled()).cached_tokens == 0
+
+
+async def test_a_stream_that_is_cut_after_pieces_ends_with_an_error() -> None:
+    async with fleet() as (rig, [worker]), asking(rig, "long", LONG) as long:
+        worker.dies = True
+        await worker.all_of(*[("", end) for end in PIECES], ("long", 300))
+        body = (await long.read_message()).body
+        assert body.startswith(event("long") + b'data: {"error":')
+        await rig.settled()
 
 
 async def test_of_two_long_prompts_the_one_that_was_begun_is_finished_first() -> None:

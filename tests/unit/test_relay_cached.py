@@ -55,7 +55,7 @@ def pieces(data: bytes, size: int) -> list[bytes]:
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
 def test_a_stream_is_rewritten_however_it_is_cut(size: int) -> None:
     witness = Witness()
-    receiver = CachedTokens(witness, lambda: 12345)
+    receiver = CachedTokens(witness, lambda _: 12345)
     receiver.on_upstream_head(STREAM_HEAD)
     for piece in pieces(STREAM, size):
         receiver.on_upstream_payload(piece)
@@ -68,7 +68,7 @@ def test_a_stream_is_rewritten_however_it_is_cut(size: int) -> None:
 
 def test_an_event_passes_as_soon_as_it_is_whole() -> None:
     witness = Witness()
-    receiver = CachedTokens(witness, lambda: 1)
+    receiver = CachedTokens(witness, lambda _: 1)
     receiver.on_upstream_head(STREAM_HEAD)
     receiver.on_upstream_payload(event("one") + event("two")[:9])
     receiver.on_upstream_data(b"...")
@@ -77,7 +77,7 @@ def test_an_event_passes_as_soon_as_it_is_whole() -> None:
 
 def test_an_answers_length_changes_with_it() -> None:
     witness = Witness()
-    receiver = CachedTokens(witness, lambda: 12345)
+    receiver = CachedTokens(witness, lambda _: 12345)
     receiver.on_upstream_head(head_of("Content-Type: application/json", f"Content-Length: {len(ANSWER)}", "x-a: b"))
     for piece in pieces(ANSWER, 10):
         receiver.on_upstream_payload(piece)
@@ -100,16 +100,43 @@ def test_an_answers_length_changes_with_it() -> None:
 )
 def test_what_reports_nothing_passes_as_it_comes(head: ResponseHead) -> None:
     witness = Witness()
-    receiver = CachedTokens(witness, lambda: 1)
+    receiver = CachedTokens(witness, lambda _: 1)
     receiver.on_upstream_head(head)
     receiver.on_upstream_payload(b"hello")
     receiver.on_upstream_data(b"hello")
     assert (witness.head, witness.payload, witness.data) == (head, b"hello", b"hello")
 
 
+@pytest.mark.parametrize(
+    ("usage", "told"),
+    [
+        (
+            b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":8}}',
+            b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":3}}',
+        ),
+        (
+            b'{"input_tokens":9,"input_tokens_details":{"cached_tokens": 8}}',
+            b'{"input_tokens":9,"input_tokens_details":{"cached_tokens": 3}}',
+        ),
+        (b'{"input_tokens":1,"cache_read_input_tokens":8}', b'{"input_tokens":6,"cache_read_input_tokens":3}'),
+        (b'{"input_tokens":9,"output_tokens":1}', b'{"input_tokens":9,"output_tokens":1}'),
+        (b'{"prompt_tokens_details":{"cached_tokens":null}}', b'{"prompt_tokens_details":{"cached_tokens":null}}'),
+    ],
+    ids=["chat", "responses", "messages", "messages of which nothing is said", "chat of which nothing is said"],
+)
+def test_the_usage_of_every_api_can_be_less_what_was_computed(usage: bytes, told: bytes) -> None:
+    witness = Witness()
+    receiver = CachedTokens(witness, lambda cached: None if cached is None else cached - 5)
+    receiver.on_upstream_head(STREAM_HEAD)
+    before, after = (event("one") + b'data: {"usage":%b,"cached_tokens":8}\n\n' % each for each in (usage, told))
+    receiver.on_upstream_payload(before)
+    receiver.on_upstream_data(before)
+    assert witness.payload == after
+
+
 def test_where_nothing_is_known_nothing_is_replaced() -> None:
     witness = Witness()
-    receiver = CachedTokens(witness, lambda: None)
+    receiver = CachedTokens(witness, lambda _: None)
     receiver.on_upstream_head(STREAM_HEAD)
     receiver.on_upstream_payload(STREAM)
     receiver.on_upstream_data(STREAM)
@@ -118,7 +145,7 @@ def test_where_nothing_is_known_nothing_is_replaced() -> None:
 
 def test_a_kept_answer_that_is_lost_was_never_begun() -> None:
     witness = Witness()
-    receiver = CachedTokens(witness, lambda: 1)
+    receiver = CachedTokens(witness, lambda _: 1)
     receiver.on_upstream_head(head_of("content-type: application/json", "content-length: 50"))
     receiver.on_upstream_payload(ANSWER[:9])
     receiver.on_upstream_data(ANSWER[:9])
