@@ -240,7 +240,7 @@ class DispatchConfig(Section):
     )
     max_held: int = Field(1000, ge=1, description="held per worker; further requests for it get 429")
     piece_tokens: int = Field(
-        0,
+        8192,
         ge=0,
         description="under least-work, prompts with more than twice as many uncached tokens are computed in pieces of "
         "so many, about budget_tokens; 0: as a whole; see docs/dispatch.md",

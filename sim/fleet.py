@@ -141,7 +141,7 @@ class GatewaySettings:
     order: str = "least-work"
     order_params: dict[str, Any] = field(default_factory=dict)
     budget_tokens: int = 8192
-    piece_tokens: int = 0
+    piece_tokens: int = 8192
 
     def __post_init__(self) -> None:
         if self.order != "none":

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway.admin.explain_pairs import explain_pairs, print_pairs
+from gateway.admin.explain_pieces import explain_pieces, line_of
 from gateway.relay.route import find_residency, make_plan, prompt_path
 from gateway.relay.services import Services
 from policies.base import Tier
@@ -27,8 +28,9 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
 
     Returns:
         ``policy``, ``model``, ``prompt_tokens``, ``chunks``, ``worker``, ``reason``, ``expected_hit_tokens``,
-        ``predicted_ttft_s`` and ``candidates``: per worker its residency and the terms of its score. Where workers have
-        roles, ``disaggregation``, too: see ``explain_pairs``; ``candidates`` then are about staying whole.
+        ``predicted_ttft_s``, ``prefill`` (see ``explain_pieces``) and ``candidates``: per worker its residency and the
+        terms of its score. Where workers have roles, ``disaggregation``, too: see ``explain_pairs``; ``candidates`` and
+        ``prefill`` then are about staying whole.
 
     Raises:
         GatewayError: the request would be refused.
@@ -58,6 +60,7 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
         "reason": decision.reason,
         "expected_hit_tokens": decision.expected_hit_tokens,
         "predicted_ttft_s": decision.predicted_ttft,
+        "prefill": explain_pieces(services, plan, candidates.workers[decision.worker], decision),
         "candidates": rows,
     }
     if services.registry.apart:
@@ -66,7 +69,7 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
 
 
 def print_explanation(explanation: dict[str, Any], console: Console) -> None:
-    """Print what ``explain`` returned: one line of summary, then the terms of the chosen and the next candidates."""
+    """Print what ``explain`` returned: two lines of summary, then the terms of the chosen and the next candidates."""
     if "disaggregation" in explanation:
         print_pairs(explanation["disaggregation"], console)
         if explanation["disaggregation"]["apart"]:
@@ -77,6 +80,7 @@ def print_explanation(explanation: dict[str, Any], console: Console) -> None:
         f"first token in {explanation['predicted_ttft_s']:.3f} s",
         highlight=False,
     )
+    console.print(line_of(explanation["prefill"]), highlight=False)
     candidates = sorted(explanation["candidates"], key=lambda row: (not row["chosen"], row.get("cost", 0.0)))
     shown = candidates[:_MAX_SHOWN]
     table = Table("term")

@@ -77,9 +77,9 @@ class Dispatcher:
         registry.on_change(self._on_change)
         registry.on_state(self._on_state)
 
-    def holds(self, flight: Flight) -> bool:
+    def holds(self, worker: Worker, streamed: bool) -> bool:
         """Return whether a request may have to wait for its turn."""
-        return flight.streamed or self._ledger.timed(flight.worker) >= _TIMED_PREFILLS
+        return streamed or self._ledger.timed(worker) >= _TIMED_PREFILLS
 
     async def turn(self, flight: Flight, request: RoutingRequest, piece_tokens: int = 0) -> bool:
         """Wait until a request may go to its worker, and start its flight.
@@ -99,7 +99,7 @@ class Dispatcher:
             Saturated: too many are held for this worker.
         """
         now = monotonic()
-        if not self.holds(flight):
+        if not self.holds(flight.worker, flight.streamed):
             flight.start(now)
             return True
         line = self._lines.get(flight.worker) or self._open(flight.worker)

@@ -32,12 +32,12 @@ class LongPrompt(msgspec.Struct):
     Attributes:
         seen: what pieces are made of.
         root: what its chain of chunks begins with.
-        context_tokens: of the prompt, and of the answer as far as the request says.
+        answer_tokens: of the answer at most, as far as the request says.
     """
 
     seen: SeenPrompt
     root: bytes
-    context_tokens: int
+    answer_tokens: int
 
 
 class Pieces:
@@ -81,13 +81,23 @@ class Pieces:
             return None
         root = self._hasher.root(candidates.model, candidates.lora, request.cache_salt)
         seen = SeenPrompt(model, request.cache_salt, "", b"", prompt)
-        return LongPrompt(seen, root, prompt.tokens + (request.max_tokens or 1))
+        return LongPrompt(seen, root, request.max_tokens or 1)
+
+    def obstacle(self, worker: Worker, long: LongPrompt) -> str:
+        """Return why a worker gets a long prompt whole, whatever it has cached; "" where it may get pieces."""
+        if not answers_alone(worker):
+            return "the worker answers nothing alone"
+        if monotonic() < self._paused_until.get(worker, 0.0):
+            return "the worker has refused pieces, or found nothing of them, and gets none for a while"
+        # The engine will refuse the request itself; vLLM lets answers be shorter than they may be.
+        answer_tokens = 1 if worker.is_vllm else long.answer_tokens
+        if 0 < worker.context_tokens < long.seen.prompt.tokens + answer_tokens:
+            return "it is longer than the worker's models take"
+        return ""
 
     def ends(self, worker: Worker, long: LongPrompt, hit_tokens: int) -> list[int]:
         """Return how many leading tokens each piece of a prompt covers on a worker; nothing: it goes whole."""
-        if not answers_alone(worker) or monotonic() < self._paused_until.get(worker, 0.0):
-            return []
-        if 0 < worker.context_tokens < long.context_tokens:  # its engine will refuse the request itself
+        if self.obstacle(worker, long):
             return []
         prompt, chunk_tokens = long.seen.prompt, self._hasher.chunk_tokens
         ends = piece_ends(prompt.tokens, hit_tokens, self._piece_tokens, chunk_tokens)

@@ -20,6 +20,9 @@ from gateway.relay.upstream import Receiver
 # Generated text cannot contain the keys: quotes are escaped there.
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}')
 _CACHED: Final = re.compile(rb'("(?:cached_tokens|cache_read_input_tokens)"\s*:\s*)(\d+|null)')
+_CREATED: Final = re.compile(
+    rb'("(?:created_cache_tokens|cache_write_tokens|cache_creation_input_tokens)"\s*:\s*)(\d+)'
+)
 _BESIDES: Final = re.compile(rb'("input_tokens"\s*:\s*)(\d+)')
 _LENGTH: Final = re.compile(rb"(?i)(\r\ncontent-length:)[^\r]*")
 _MAX_BYTES: Final = 16 * 2**20  # of an answer that is not streamed, and of one event; longer ones pass as they are
@@ -108,7 +111,12 @@ class CachedTokens:
         tokens = self._tokens(reported)
         if tokens is None:
             return usage
-        if b"cache_read" in cached[1]:  # Anthropic's API counts what is cached besides the input, OpenAI's counts it in
-            less = (reported or 0) - tokens
-            usage = _BESIDES.sub(lambda count: b"%b%d" % (count[1], max(0, int(count[2]) + less)), usage)
+        computed = (reported or 0) - tokens
+
+        def more(count: re.Match[bytes]) -> bytes:
+            return b"%b%d" % (count[1], max(0, int(count[2]) + computed))
+
+        usage, said = _CREATED.subn(more, usage)
+        if not said and b"cache_read" in cached[1]:  # Anthropic's API counts what is cached besides the input
+            usage = _BESIDES.sub(more, usage)
         return _CACHED.sub(rb"\g<1>%d" % tokens, usage)

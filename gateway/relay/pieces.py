@@ -62,7 +62,9 @@ class _Chain:
         """See the pieces through, one after the other, and wait for the turn of what they leave."""
         worker, flight, begin = self.route.worker, self.route.flight, self.route.hit_tokens
         for end in self.pieces.ends(worker, long, begin):
-            if not self.dispatcher.holds(flight) or not self.pieces.have_room(worker, flight.prompt_tokens):
+            if not self.dispatcher.holds(worker, flight.streamed) or not self.pieces.have_room(
+                worker, flight.prompt_tokens
+            ):
                 break
             if not await self.dispatcher.turn(flight, self.request, end - begin) or worker.row < 0:
                 return False

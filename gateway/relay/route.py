@@ -133,7 +133,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
         method: of the request.
         path: of the request.
         body: of the request.
-        counts: whether it is a use of its prefix, and goes in pieces where that is due.
+        counts: whether it is a use of its prefix.
 
     Raises:
         GatewayError: the body is not a valid request, its model is not served, or no worker is there to serve it.
@@ -155,7 +155,7 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
         forwarded = services.prompts.body_with_ids(body, prompt, candidates)
         if counts and services.seen is not None:
             services.seen.note(model, path, body, request, prompt)
-        if counts and services.pieces is not None:
+        if services.pieces is not None:
             long = services.pieces.read(model, request, prompt, candidates)
     except GatewayError:
         raise

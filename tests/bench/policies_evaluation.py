@@ -58,7 +58,7 @@ class Entrant:
     params: Mapping[str, Any] = field(default_factory=dict)
     order: str = "none"
     hbm: int = 1
-    piece_tokens: int = 0
+    piece_tokens: int = 8192
 
 
 DEFAULT: Final = Entrant(OURS, OURS, order="least-work")
@@ -78,7 +78,7 @@ ABLATION: Final = (
     ),
     Entrant("released fifo", OURS, order="fifo"),
     Entrant("nothing held", OURS),
-    Entrant("long prompts in pieces", OURS, order="least-work", piece_tokens=8192),
+    Entrant("long prompts whole", OURS, order="least-work", piece_tokens=0),
 )
 
 

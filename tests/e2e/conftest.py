@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,12 +84,15 @@ def fleet(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="session")
 def passing_fleet(engines: list[Engine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The same engines behind a gateway that passes token ids on."""
-    with gateway(engines, tmp_path_factory.mktemp("passing"), pass_token_ids=True) as running_gateway:
+    with gateway(engines, tmp_path_factory.mktemp("passing"), {"pass_token_ids": True}) as running_gateway:
         yield running_gateway
 
 
 @contextlib.contextmanager
-def gateway(engines: list[Engine], folder: Path, **model: object) -> Iterator[Fleet]:
+def gateway(
+    engines: list[Engine], folder: Path, model: Mapping[str, object] | None = None, **sections: object
+) -> Iterator[Fleet]:
+    """Start a gateway before engines; ``model`` is what it is told of theirs besides, ``sections`` of all else."""
     public, admin = free_ports(2)
     config = {
         "server": {"host": "127.0.0.1", "port": public, "admin_port": admin},
@@ -97,8 +100,9 @@ def gateway(engines: list[Engine], folder: Path, **model: object) -> Iterator[Fl
             {"url": engine.url, "kv_events": {"endpoint": engine.events, "replay_endpoint": engine.replay}}
             for engine in engines
         ],
-        "models": {"tiny": {"tokenizer": str(MODEL), "chat_template": str(TEMPLATE), **model}},
+        "models": {"tiny": {"tokenizer": str(MODEL), "chat_template": str(TEMPLATE), **(model or {})}},
         "prompt": {"chunk_tokens": CHUNK_TOKENS},
+        **sections,
     }
     with running(kvway("serve", "--config", write_config(folder, config))) as process:
         wait_for(f"http://127.0.0.1:{public}/ready", process, 30)

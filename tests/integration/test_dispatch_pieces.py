@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from gateway.admin.explain import explain, print_explanation
 from gateway.fleet.registry import State
 from gateway.observe.record import Outcome
 from tests.peers import LAST_CHUNK, STREAM_HEAD, FakeWorker, Message, Wire, chunk, event, eventually, request, response
@@ -322,10 +324,20 @@ async def test_what_goes_whole(tokens: list[int], fields: dict[str, Any], settin
     await rig.settled()
 
 
-@pytest.mark.parametrize(("answer_tokens", "first"), [(11, ("it", 300)), (10, ("", 64))])
-async def test_what_is_too_long_for_its_engine_is_refused_without_pieces(answer_tokens: int, first: Any) -> None:
+@pytest.mark.parametrize(
+    ("engine", "answer_tokens", "longest", "first"),
+    [
+        ("sglang", 11, 310, ("it", 300)),
+        ("sglang", 10, 310, ("", 64)),
+        ("vllm", 11, 310, ("", 64)),  # which makes the answer shorter
+        ("vllm", 1, 300, ("it", 300)),
+    ],
+)
+async def test_what_is_too_long_for_its_engine_is_refused_without_pieces(
+    engine: str, answer_tokens: int, longest: int, first: Any
+) -> None:
     async with fleet() as (rig, [worker]):
-        rig.services.registry.workers["w0"].model_cards = [{"id": MODEL, "max_model_len": 310}]
+        rig.services.registry.workers["w0"].model_cards = [{"id": MODEL, "owned_by": engine, "max_model_len": longest}]
         async with asking(rig, "it", LONG, max_tokens=answer_tokens):
             await eventually(lambda: worker.came == [first])
         await rig.settled()
@@ -340,3 +352,40 @@ async def test_a_prompt_whose_token_ids_are_not_known_goes_whole() -> None:
         await worker.all_of(("it", len(text)))
         await wire.read_message()
         await rig.settled()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "settings", "expected"),
+    [
+        (LONG, {}, {}, "computed in 4 pieces and the request itself"),
+        (LONG[:128], {}, {}, "computed as a whole: no more than two pieces of it are to be computed"),
+        (LONG, {}, {"capacity_tokens": 374}, "computed as a whole: the worker's cache has no room"),
+        (LONG, {}, {"piece_tokens": 0}, "computed as a whole: dispatch.piece_tokens is 0"),
+        (LONG, {}, {"order": "fifo"}, "computed as a whole: dispatch.order is fifo"),
+        (LONG, {}, {"order": "none"}, "computed as a whole: dispatch.order is none"),
+        (LONG, {"stream": False}, {}, "computed as a whole: its answer is not streamed"),
+        (LONG, {"prompt": "word " * 300}, {}, "computed as a whole: its token ids are not known"),
+        (LONG, {"max_tokens": 400}, {}, "computed as a whole: it is longer than the worker's models take"),
+    ],
+)
+async def test_explain_says_in_how_many_pieces_or_why_in_none(
+    tokens: list[int], fields: dict[str, Any], settings: dict[str, Any], expected: str
+) -> None:
+    async with fleet(**settings) as (rig, [worker]):
+        rig.services.registry.workers["w0"].model_cards = [{"id": MODEL, "max_model_len": 600}]
+        explanation = await explain(rig.services, PATH, body("it", tokens, **fields))
+        with (console := Console(width=200)).capture() as printed:
+            print_explanation(explanation, console)
+        assert printed.get().splitlines()[1].startswith(expected)
+        assert not worker.came
+
+
+async def test_explain_says_that_a_worker_which_refuses_pieces_gets_none() -> None:
+    async with fleet() as (rig, [worker]):
+        worker.status = "400 Bad Request"
+        async with asking(rig, "long", LONG) as long:
+            await worker.all_of(("", 64), ("long", 300))
+            await long.read_message()
+        prefill = (await explain(rig.services, PATH, body("it", [7, *LONG])))["prefill"]
+        assert prefill["pieces"] == 0
+        assert "refused" in prefill["why_whole"]

@@ -110,12 +110,14 @@ def test_an_explanation_can_be_read_at_eighty_columns(capsys: pytest.CaptureFixt
         "expected_hit_tokens": 512,
         "prompt_tokens": 700,
         "predicted_ttft_s": 0.25,
+        "prefill": {"pieces": 3, "why_whole": ""},
         "candidates": candidates,
     }
     print_explanation(explanation, Console(width=80))
     printed = capsys.readouterr().out
+    assert "in 3 pieces" in printed
     assert "→ 10.0.0.3:8000" in printed
     assert "10.0.0.1:8000" in printed
     assert "hit_tokens" in printed
-    assert "pi" not in printed  # nothing to say of it
+    assert "│ pi " not in printed  # nothing to say of it
     assert "2 more candidates" in printed

@@ -119,10 +119,31 @@ def test_what_reports_nothing_passes_as_it_comes(head: ResponseHead) -> None:
             b'{"input_tokens":9,"input_tokens_details":{"cached_tokens": 3}}',
         ),
         (b'{"input_tokens":1,"cache_read_input_tokens":8}', b'{"input_tokens":6,"cache_read_input_tokens":3}'),
+        (
+            b'{"prompt_tokens_details":{"cached_tokens":8,"created_cache_tokens":1}}',
+            b'{"prompt_tokens_details":{"cached_tokens":3,"created_cache_tokens":6}}',
+        ),
+        (
+            b'{"input_tokens_details":{"cached_tokens":8,"cache_write_tokens":1}}',
+            b'{"input_tokens_details":{"cached_tokens":3,"cache_write_tokens":6}}',
+        ),
+        (
+            b'{"input_tokens":1,"cache_creation_input_tokens":2,"cache_read_input_tokens":8}',
+            b'{"input_tokens":1,"cache_creation_input_tokens":7,"cache_read_input_tokens":3}',
+        ),
         (b'{"input_tokens":9,"output_tokens":1}', b'{"input_tokens":9,"output_tokens":1}'),
         (b'{"prompt_tokens_details":{"cached_tokens":null}}', b'{"prompt_tokens_details":{"cached_tokens":null}}'),
     ],
-    ids=["chat", "responses", "messages", "messages of which nothing is said", "chat of which nothing is said"],
+    ids=[
+        "chat",
+        "responses",
+        "messages",
+        "chat with writes",
+        "responses with writes",
+        "messages with writes",
+        "messages of which nothing is said",
+        "chat of which nothing is said",
+    ],
 )
 def test_the_usage_of_every_api_can_be_less_what_was_computed(usage: bytes, told: bytes) -> None:
     witness = Witness()
