@@ -2,8 +2,8 @@
 
 ``python -m tests.bench.policies --micro [--json]``: one decision and one release, see ``tests.bench.policies_micro``.
 
-``python -m tests.bench.policies [--quick | --ablation] [--json]``: every policy over traffic, loads and tiers in the
-simulator, see ``tests.bench.policies_evaluation``.
+``python -m tests.bench.policies [--quick] [--ablation | --oracle] [--json]``: every policy over traffic, loads and
+tiers in the simulator, see ``tests.bench.policies_evaluation``.
 
 ``python -m tests.bench.policies --sockets [--json]``: the decisive cells with processes, see
 ``tests.bench.policies_sockets``.

@@ -5,7 +5,8 @@ on at once, to engines that take them first come, first served. In every cell th
 seeds, is the one to beat. Gains are paired: the mean over the seeds of the relative change, with its standard error.
 
 ``--limit`` adds what no policy can gain more than: ``expected-cost`` where HBM never evicts. It beats nobody, and shows
-how much of a cell's time is recomputing what was evicted.
+how much of a cell's time is recomputing what was evicted. ``--oracle`` lets ``expected-cost`` run with parts of the
+future known instead of other policies (``tests.bench.policies_oracle``): gains are against itself then.
 
 Agents are measured from a warm-up to the moment when the first user has had all of its turns, open loops without their
 first tenth.
@@ -24,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import numpy as np
 from rich.console import Console
@@ -38,6 +39,7 @@ from sim.results import SimResult
 from sim.users import steady
 from tests.bench.measure import Figures
 from tests.bench.policies_cells import CELLS, CLAUDE_CODE, DECISIVE, MOONCAKE, Cell, Setting, fleet_of, trace_of
+from tests.bench.policies_oracle import Known, simulate_knowing
 from tests.bench.policies_targets import LIMIT, OURS, Entrants, Results, best_baseline, gain, mean_of, targets
 from tests.processes import ROOT
 
@@ -51,7 +53,7 @@ _COLLAPSED: Final = 0.5  # a hit rate, or requests answered, below this share of
 
 @dataclass(frozen=True)
 class Entrant:
-    """A policy with its parameters, how requests are held and released, and a factor for the size of HBM."""
+    """A policy with its parameters, how requests are held and released, a factor for the size of HBM, what is known."""
 
     label: str
     policy: str
@@ -59,10 +61,16 @@ class Entrant:
     order: str = "none"
     hbm: int = 1
     piece_tokens: int = 8192
+    known: Known | None = None
 
 
 DEFAULT: Final = Entrant(OURS, OURS, order="least-work")
 NEVER_EVICTS: Final = replace(DEFAULT, label=LIMIT, hbm=_UNBOUNDED)
+ORACLE: Final = (
+    DEFAULT,
+    *(replace(DEFAULT, label=f"{known} known best", known=known) for known in get_args(Known)),
+    NEVER_EVICTS,
+)
 BASELINES: Final = (
     *(Entrant(name, name) for name in sorted(known_policies()) if name != OURS),
     Entrant("lmetric, own tokens", "lmetric", {"queued": False}),
@@ -101,7 +109,10 @@ def run(job: Job) -> Figures:
         capacity_tokens=job.entrant.hbm * fleet.capacity_tokens,
         gateway=GatewaySettings(order=job.entrant.order, piece_tokens=job.entrant.piece_tokens),
     )
-    result = simulate(trace, fleet, job.entrant.policy, job.entrant.params, job.seed)
+    if job.entrant.known is None:
+        result = simulate(trace, fleet, job.entrant.policy, job.entrant.params, job.seed)
+    else:
+        result = simulate_knowing(job.entrant.known, trace, fleet, job.seed)
     if trace.closed_loop:
         return figures(steady(trace, result), fleet.workers)
     end_s = trace.requests[-1].arrival_s
@@ -219,6 +230,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--quick", action="store_true", help="the decisive cells, the strongest baselines, four workers"
     )
     parser.add_argument("--ablation", action="store_true", help="expected-cost without each of its terms instead")
+    parser.add_argument("--oracle", action="store_true", help="expected-cost with parts of the future known instead")
     parser.add_argument("--limit", action="store_true", help="with what a fleet that never evicts would reach")
     parser.add_argument("--cells", nargs="+", choices=names, metavar="CELL", help=f"of {', '.join(names)}")
     parser.add_argument("--policies", nargs="+", metavar="POLICY", help="baselines, by name; default: all")
@@ -233,7 +245,8 @@ def main(options: Namespace) -> None:
     """Evaluate, print tables, and with ``--json`` one object as the last line."""
     console = Console(stderr=options.json, width=150)
     quick = options.quick
-    few = quick or options.ablation
+    among_itself = options.ablation or options.oracle
+    few = quick or among_itself
     chosen = [cell for cell in CELLS if cell.name in options.cells] if options.cells else DECISIVE if few else CELLS
     setting = Setting(
         options.traces,
@@ -254,13 +267,13 @@ def main(options: Namespace) -> None:
     console.print(f"{len(jobs)} simulations, {setting}", style="dim", highlight=False)
 
     def beaten(entrants: Entrants) -> str:
-        return OURS if options.ablation else best_baseline(entrants)
+        return OURS if among_itself else best_baseline(entrants)
 
     def show(name: str, entrants: Entrants) -> None:
         console.print(table(name, entrants, beaten(entrants)))
 
     results = simulate_all(jobs, options.processes, console, show)
-    met = {} if options.ablation else targets(results, chosen)
+    met = {} if among_itself else targets(results, chosen)
     for target, yes in met.items():
         console.print(f"{'yes' if yes else 'no ':<4}{target}", highlight=False)
     if options.json:
@@ -272,6 +285,8 @@ def main(options: Namespace) -> None:
 def _entrants(options: Namespace) -> Sequence[Entrant]:
     if options.ablation:
         return ABLATION
+    if options.oracle:
+        return ORACLE
     wanted = options.policies or (STRONGEST if options.quick else None)
     limit = [NEVER_EVICTS] if options.limit else []
     return [DEFAULT, *limit, *(entrant for entrant in BASELINES if wanted is None or entrant.label in wanted)]
