@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import count
 
 import pytest
@@ -64,8 +64,8 @@ class Reader:
 
     async def takes_for(self, worker: str) -> set[str]:
         """Return whose chains ``worker`` is believed to hold."""
-        slot = self.registry.workers[worker].slot
-        return {name for name, chain in CHAINS.items() if await hits(self.index, chain, [slot]) == [3]}
+        shown = self.registry.workers[worker]  # its slot may become another one at every await
+        return {name for name, chain in CHAINS.items() if await hits(self.index, chain, [shown.slot]) == [3]}
 
     async def knows(self, worker: str) -> bool:
         return await self.takes_for(worker) == {worker}
@@ -134,6 +134,30 @@ async def test_who_has_not_heard_of_owners_for_long_reads_nothing(
     assert reader.index.counters.skipped == skipped + len(WORKERS)
     monkeypatch.undo()
     await until(lambda: reader.knows("worker-0"))
+
+
+async def test_an_answer_that_may_be_of_the_slots_next_owner_is_not_believed(
+    follower: Follower, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.index.redis_store.FREED_S", 0.1)
+    monkeypatch.setattr("gateway.index.redis.TRUST_S", 0.05)
+    monkeypatch.setattr("gateway.index.publisher._RENEW_S", 0.02)
+    number = await follower.follow("worker-0")
+    await reader.told({"worker-0": number})
+    await until(lambda: reader.knows("worker-0"))
+    read = reader.index._store.read
+
+    async def read_late(chunks: Sequence[bytes], root: bytes) -> Iterator[tuple[int, int]]:
+        await follower.index.release_slot(follower.slots["worker-0"])
+        await follower.index.flush()
+        await asyncio.sleep(0.15)
+        assert await follower.follow("worker-1") == number
+        return await read(chunks, root)
+
+    monkeypatch.setattr(reader.index._store, "read", read_late)
+    assert await hits(reader.index, CHAINS["worker-1"], [number]) == [0]
+    assert reader.index.counters.timeouts == 1
+    assert reader.index.up
 
 
 async def test_our_own_slots_are_not_taken_for_others_that_redis_calls_the_same(
