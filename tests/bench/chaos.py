@@ -1,8 +1,9 @@
 """Eight workers that die, hang, refuse and cut streams, under a steady load: ``python -m tests.bench.chaos [--json]``.
 
 Half of the workers are killed (SIGKILL) and restarted, one after another; the others hang, answer 503 together, and cut
-their streams. A request that had not begun to stream must not fail, a stream must not end in silence, and when the load
-stops nothing may be counted as in flight. Exit code 1 when one of these does not hold.
+their streams. Prompts go in pieces, so that these meet with all that as well. A request that had not begun to stream
+must not fail, a stream must not end in silence, and when the load stops nothing may be counted as in flight. Exit code
+1 when one of these does not hold.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import httpx
 from rich.console import Console
 
 from tests.bench.chaos_fleet import Fleet
+from tests.bench.routers import TOKENIZER
 from tests.bench.workloads import Prompts, conversations
 from tests.processes import free_ports, kvway, running, wait_for, write_config
 
@@ -31,6 +33,7 @@ START_S = 30.0
 PER_SECOND = 20
 PROMPTS = Prompts(conversations=64, messages=8, characters=900, new_last_message=False)
 OUTPUT_TOKENS = 60
+PIECE_TOKENS = 512
 LEAVING_SHARE = 0.1
 SETTLE_S = 10.0
 IN_FLIGHT = (
@@ -133,15 +136,15 @@ async def under_faults(load: Load, fleet: Fleet, seconds: float) -> None:
             tormentor.cancel()
 
 
-async def settled_counters(admin: str) -> dict[str, float]:
-    """Return the in-flight gauges, once all are zero or after ten seconds; sums over workers."""
+async def settled_counters(admin: str) -> tuple[dict[str, float], float]:
+    """Return the in-flight gauges, once all are zero or after ten seconds, as sums over workers; and pieces done."""
     deadline = time.monotonic() + SETTLE_S
     async with httpx.AsyncClient(base_url=admin) as client:
         while True:
             lines = (await client.get("/metrics")).text.splitlines()
             sums = {name: sum_of(lines, name) for name in IN_FLIGHT}
             if not any(sums.values()) or time.monotonic() > deadline:
-                return sums
+                return sums, sum_of(lines, "kvway_dispatch_pieces_total")
             await asyncio.sleep(0.2)
 
 
@@ -150,10 +153,12 @@ def sum_of(lines: list[str], metric: str) -> float:
 
 
 def gateway_config(fleet: Fleet, port: int, admin_port: int) -> dict[str, Any]:
-    """Timeouts below those of a real fleet, as its answers are quicker."""
+    """Timeouts and pieces below those of a real fleet, as its answers are quicker and its prompts shorter."""
     return {
         "server": {"host": "127.0.0.1", "port": port, "admin_port": admin_port},
         "workers": fleet.worker_configs(),
+        "models": {"*": {"tokenizer": str(TOKENIZER)}},
+        "dispatch": {"piece_tokens": PIECE_TOKENS},
         "timeouts": {"connect_s": 1.0, "header_s": 2.0, "idle_s": 2.0},
         "retries": {"max_attempts": 6},
         "health": {"interval_s": 0.5},
@@ -171,15 +176,22 @@ async def run(seconds: float) -> dict[str, Any]:
                 wait_for(f"{url}/ready", gateway, START_S)
                 load = Load(url)
                 await under_faults(load, fleet, seconds)
-                in_flight = await settled_counters(admin)
+                in_flight, pieces = await settled_counters(admin)
     outcomes = {name: load.outcomes[name] for name in ("completed", "left", "cut", "failed", "silent")}
+    targets = {
+        "none_failed_before_it_streamed": not outcomes["failed"],
+        "no_stream_ended_in_silence": not outcomes["silent"],
+        "counters_back_to_zero": not any(in_flight.values()),
+        "prompts_went_in_pieces": pieces > 0,
+    }
     return {
         "requests": sum(outcomes.values()),
         **outcomes,
         "faults": dict(fleet.faults),
         "in_flight": in_flight,
+        "pieces": pieces,
         "errors": dict(load.errors),
-        "passed": not outcomes["failed"] and not outcomes["silent"] and not any(in_flight.values()),
+        "targets": targets,
     }
 
 
@@ -194,7 +206,7 @@ def main() -> None:
         console.print(f"{name:<12}{value}")
     if options.json:
         print(json.dumps(result))
-    sys.exit(not result["passed"])
+    sys.exit(not all(result["targets"].values()))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from tests.bench.routers import TOKENIZER
 from tests.processes import ROOT, free_ports, kvway
 
 START_S = 60.0
@@ -82,7 +83,7 @@ class Fleet:
     def _spawn(self, number: int) -> subprocess.Popen[bytes]:
         http, events, replay = self._ports[number]
         command = kvway(
-            *("worker", "--port", str(http), "--speed", str(self._speed)),
+            *("worker", "--port", str(http), "--speed", str(self._speed), "--tokenizer", TOKENIZER),
             *("--kv-events", f"tcp://127.0.0.1:{events}", "--kv-replay", f"tcp://127.0.0.1:{replay}"),
         )
         return subprocess.Popen(
