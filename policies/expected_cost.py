@@ -5,7 +5,9 @@ For every candidate, in seconds::
     wait          what is queued there, less the time that its running prefill has already taken
     work          prefill of the uncached tokens, and reload of the tokens that lie below HBM; where workers can fetch
                   KV from one another (``policies.pull``) and it is quicker, that instead of prefill
-    pi            how many other requests one more second of work there delays (M/G/1)
+    pi            how much longer others wait for each second of its work: those that come while it is done, for half of
+                  it on average. Those that wait already do not count, as first come, first served they would: they are
+                  released least work first, and go before it, or have more to do and hardly notice
     displacement  recomputing what this request pushes out of the cache, and what its conversation will
 
     cost = wait + (1 + pi)·(work + displacement)
@@ -199,7 +201,7 @@ class ExpectedCost:
                 work = work + reload_seconds(host, disk, remote, host_s, disk_s, remote_s)
             if saved is not None:
                 work = work - saved
-            pi = (wait + work * 0.5) * crowding
+            pi = work * 0.5 * crowding
             displacement = (new + growth) * (b + c * middle) * turnover * reuse
             excess = (pending_tokens + decode_tokens * decode_weight - prompt) * b
             return wait + (pi + 1.0) * (work + displacement), excess, work, wait, pi, displacement

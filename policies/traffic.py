@@ -84,7 +84,7 @@ class Traffic:
             self._reserved *= memory_decay
 
     def crowding(self) -> float:
-        """Return ``(λ/n)/(1 − ρ)``: how many requests per second of queue a worker makes wait (M/G/1)."""
+        """Return ``(λ/n)/(1 − ρ)``: how many requests have to wait for each second that a worker is busy (M/G/1)."""
         n = len(self._rows)
         utilisation = min(self._busy_s / self._rate_window_s / n, MAX_UTILISATION)
         return self._arrivals / self._rate_window_s / n / (1.0 - utilisation)

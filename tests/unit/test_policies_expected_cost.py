@@ -175,6 +175,24 @@ def test_the_price_of_delaying_others_grows_with_traffic_and_can_be_switched_off
         assert (sorted(prices) == prices and prices[0] == 0 < prices[-1]) if price else not any(prices)
 
 
+def test_the_price_is_of_those_that_come_meanwhile_not_of_those_that_wait(policy):
+    fleet = make_fleet(2)
+    for number in range(20):
+        policy.decide(make_request(4000, number), fleet, Residency.none(2), now=number / 10)
+    busy(fleet, 0, 30.0, now=2.0)
+    waiting, idle = policy.decide(make_request(4000, 99), fleet, Residency.none(2), now=2.0).breakdown(fleet)
+    assert waiting["wait_s"] == 30 > idle["wait_s"] == 0
+    assert waiting["pi"] == idle["pi"] > 0
+
+
+def test_the_price_grows_with_the_work_during_which_others_come(policy):
+    fleet = make_fleet(2)
+    for number in range(20):
+        policy.decide(make_request(4000, number), fleet, Residency.none(2), now=number / 10)
+    held, new = policy.decide(make_request(4000, 99), fleet, make_residency([3840, 0]), now=2.0).breakdown(fleet)
+    assert new["pi"] / held["pi"] == pytest.approx(new["work_s"] / held["work_s"])
+
+
 def start_conversations(policy, fleet, count, shared_tokens=5120):
     """Start a conversation a second from one system prompt that only the first worker, always a little busy, holds."""
     busy(fleet, 0, 0.05)
