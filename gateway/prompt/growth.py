@@ -8,6 +8,7 @@ the very text.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock
@@ -20,6 +21,7 @@ from gateway.prompt.chains import Chains, Link
 from gateway.prompt.plan import Pieces
 from gateway.prompt.request import ABSENT, ChatRequest, Message
 from gateway.prompt.segments import Segment, SegmentCache
+from policies.chunks import TOKEN_BYTES, ChunkHasher
 
 LEAST_BYTES: Final = 8 * 2**10
 """Shorter chats are read anew in less time than it takes to find them."""
@@ -28,7 +30,7 @@ _STEP: Final = 2048  # conversations are found at lengths that are multiples of 
 _STEPS: Final = 32  # … and were so many of them shorter at most
 _MARK: Final = 64  # bytes before such a length, by which they are found
 _OVERHEAD: Final = 2000
-_MESSAGE_OVERHEAD: Final = 1000  # bytes of Python objects per message, its segments and links included
+_MESSAGE_OVERHEAD: Final = 1000  # bytes of Python objects per message, its segments included
 _BYTES_PER_BYTE: Final = 4  # text, ids and hashes of what takes one byte in the body
 _NAME: Final = b'"messages"'
 _OPENING: Final = b'{"messages":['
@@ -57,24 +59,25 @@ class Reading:
         cache: where its segments are from.
         root: of its chain.
         texts: of its segments.
-        segments: one per text; the other lists say what holds after each of them.
-        links: of the chain.
-        tokens: how many there are.
-        counts: how many chunks are whole.
+        parts: packed ids of each segment.
+        ends: how many bytes of ids there are up to the end of each segment.
         hashes: of all whole chunks.
     """
 
-    __slots__ = ("cache", "counts", "hashes", "links", "root", "segments", "texts", "tokens")
+    __slots__ = ("cache", "ends", "hashes", "parts", "root", "texts")
 
     def __init__(self, cache: SegmentCache, root: Link) -> None:
         self.cache = cache
         self.root = root
         self.texts: Sequence[Pieces] = []
-        self.segments: list[Segment] = []
-        self.links: list[Link] = []
-        self.tokens: list[int] = []
-        self.counts: list[int] = []
+        self.parts: list[bytes] = []
+        self.ends: list[int] = []
         self.hashes: list[bytes] = []
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+        return self.ends[-1] // TOKEN_BYTES if self.ends else 0
 
     def common(self, texts: Sequence[Pieces]) -> int:
         """Return how many leading texts are the same."""
@@ -87,21 +90,30 @@ class Reading:
         """Return the reading of ``texts``, the first ``n_common`` of which are ours and the others became ``added``."""
         reading = Reading(self.cache, self.root)
         reading.texts = texts
-        reading.segments = segments = self.segments[:n_common]
-        reading.links = links = self.links[:n_common]
-        reading.tokens = tokens = self.tokens[:n_common]
-        reading.counts = counts = self.counts[:n_common]
-        reading.hashes = hashes = self.hashes[: counts[-1] if counts else 0]
-        link, total = (links[-1], tokens[-1]) if n_common else (self.root, 0)
-        for segment in added:
-            link = chains.follow(link, segment)
-            total += len(segment)
-            hashes += link.hashes
-            segments.append(segment)
-            links.append(link)
-            tokens.append(total)
-            counts.append(len(hashes))
+        reading.ends = ends = self.ends[:n_common]
+        end = ends[-1] if ends else 0
+        new = [segment.ids for segment in added]
+        for ids in new:
+            end += len(ids)
+            ends.append(end)
+        reading.parts = self.parts[:n_common] + new
+        if n_common:
+            reading.hashes = self._hashes_on(reading, n_common, chains.hasher)
+        else:
+            chains.follow(self.root, added, reading.hashes)
         return reading
+
+    def _hashes_on(self, reading: Reading, n_common: int, hasher: ChunkHasher) -> list[bytes]:
+        """Return the hashes of ``reading``, whose first ``n_common`` segments are ours."""
+        hashes = self.hashes[: self.ends[n_common - 1] // hasher.chunk_bytes]
+        hashed = len(hashes) * hasher.chunk_bytes
+        first = bisect_right(reading.ends, hashed)  # of the segments, the first that ends after that
+        rest = reading.parts[first:]
+        if rest:
+            start = reading.ends[first - 1] if first else 0
+            rest[0] = rest[0][hashed - start :]
+        hashes += hasher.chain(hashes[-1] if hashes else self.root.last, b"".join(rest))
+        return hashes
 
 
 class Conversation(Entry):
