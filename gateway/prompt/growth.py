@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
+from secrets import token_hex
 from threading import Lock
 from typing import Any, Final
 
@@ -35,18 +35,22 @@ _BYTES_PER_BYTE: Final = 4  # text, ids and hashes of what takes one byte in the
 _NAME: Final = b'"messages"'
 _OPENING: Final = b'{"messages":['
 _FIRST_FIELD: Final = b'{"role"'  # of a message, as nearly all clients write them
+_GUESSES: Final = 8  # at where such a message begins: tools have properties of that name
+_NO_ROLE: Final = token_hex(16)  # of a message that no client can have sent
+_ONE_MORE: Final = b',{"role":"%b"}]}' % _NO_ROLE.encode()
 
 
 class _RawChatRequest(ChatRequest, kw_only=True):
     messages: msgspec.Raw = ABSENT  # type: ignore[assignment]
 
 
+_CHAT: Final = msgspec.json.Decoder(ChatRequest)
 _RAW_CHAT: Final = msgspec.json.Decoder(_RawChatRequest)
 _RAWS: Final = msgspec.json.Decoder(list[msgspec.Raw])
-_MESSAGES: Final = msgspec.json.Decoder(list[Message])
+_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MESSAGE: Final = msgspec.json.Decoder(Message)
 _FIELDS: Final = [
-    (field.name, b'"%b"' % field.encode_name.encode(), field.default)
+    (field.name, field.encode_name, field.default)
     for field in msgspec.structs.fields(ChatRequest)
     if field.name not in ("messages", "body", "conversation")
 ]
@@ -124,7 +128,7 @@ class Conversation(Entry):
             next time, as when an answer is asked for again. A view, as long bodies take their time to copy.
         messages: of the prefix; not to be changed.
         head: attributes of the request that stand before the messages, and their values.
-        names: by which these are called in the body.
+        names: of these in the body, and of the messages.
         reading: what became of its texts, None until then.
     """
 
@@ -135,11 +139,12 @@ class Conversation(Entry):
         self.prefix = prefix
         self.messages = messages
         self.head: list[tuple[str, Any]] = []
-        self.names: list[bytes] = []
+        self.names = {"messages"}
         for attribute, name, default in _FIELDS:
             if (value := getattr(head, attribute)) is not default:
-                self.head.append((attribute, value))
-                self.names.append(name)
+                # a raw value would keep all of what it was read from
+                self.head.append((attribute, value.copy() if isinstance(value, msgspec.Raw) else value))
+                self.names.add(name)
         self.reading: Reading | None = None
 
 
@@ -161,26 +166,38 @@ class Conversations:
             msgspec.DecodeError: the body is not a chat; where, only decoding it as a whole can say.
             RecursionError: it is nested too deeply.
         """
-        return self._read_on(body) or self._read_anew(body)
-
-    def _read_on(self, body: bytes) -> ChatRequest | None:
-        """Return the request of a body that goes on with a known conversation, else None."""
+        request = None
         with self._keeping:
             conversation = self._find(body)
-            if conversation is None:
-                return None
-            start, messages = len(conversation.prefix), conversation.messages
+            if conversation is not None:
+                start, messages = len(conversation.prefix), conversation.messages
+        if conversation is not None:
+            request = self._read_on(body, conversation, start, messages)
+        return request or self._read_anew(body)
+
+    def _read_on(
+        self, body: bytes, conversation: Conversation, start: int, messages: list[Message]
+    ) -> ChatRequest | None:
+        """Return the request of a body that begins as a conversation does, up to ``start``; None if it cannot be told.
+
+        Args:
+            body: of the request.
+            conversation: with which it goes on.
+            start: length of the conversation's prefix.
+            messages: of the prefix.
+        """
         separator = body[start : start + 1]
         if separator not in (b",", b"]"):
             return None
         added = separator == b","
         rest: Any = _RAW_CHAT.decode(_OPENING + body[start + added :])
         array = bytes(rest.messages)[1:]
-        end = start + added + len(array) - 1  # where the closing bracket stands
-        tail = body[end:]
+        end = start + added + len(array)  # of the whole array
+        if not body.startswith(array, start + added):  # it comes twice
+            return None
+        after = _OBJECT.decode(b"{" + body[end:].lstrip().removeprefix(b","))
         # a field that comes twice counts the second time
-        again = not body.startswith(array, start + added) or _NAME in tail
-        if again or b"\\" in tail or any(name in tail for name in conversation.names):
+        if not conversation.names.isdisjoint(after):
             return None
         raws = _RAWS.decode(rest.messages)
         if added and not raws:  # a comma that nothing follows
@@ -200,31 +217,19 @@ class Conversations:
 
     def _read_anew(self, body: bytes) -> ChatRequest:
         """Read a body, and remember its conversation so that it is known when it goes on."""
-        request: Any = _RAW_CHAT.decode(body)
-        array = request.messages
-        request.messages = _MESSAGES.decode(array)
-        request.conversation = self._learned(body, array, request.messages)
-        chat: ChatRequest = request
-        return chat
-
-    def _learned(self, body: bytes, array: msgspec.Raw, messages: list[Message]) -> Conversation | None:
-        """Return the conversation of a body in which the messages stand as ``array``; None if it cannot be told."""
-        start = body.find(b"[", body.find(_NAME))
-        head = body[: start + 1]
-        # else the name is that of some other field, or written in another way
-        if len(messages) < 2 or b"\\" in head or not body.startswith(memoryview(array), start):
-            return None
-        try:
-            fields = _RAW_CHAT.decode(head + b"]}")
-        except (msgspec.DecodeError, RecursionError):
-            return None
-        if bytes(fields.messages) != b"[]":
-            return None
-        last = _start_of_last(body, start, start + len(array))
-        conversation = Conversation(_before(body, last), messages[:-1], fields)
-        with self._keeping:
-            self._keep(conversation)
-        return conversation
+        request = None
+        conversation = _beginning(body, _likely_end(body))
+        if conversation is not None:
+            request = self._read_on(body, conversation, len(conversation.prefix), conversation.messages)
+        if request is None:
+            request = _CHAT.decode(body)
+            if conversation is None and len(request.messages) > 1:
+                conversation = _beginning(body, _end_of_last_but_one(body))
+        request.conversation = conversation
+        if conversation is not None:
+            with self._keeping:
+                self._keep(conversation)
+        return request
 
     def _find(self, body: bytes) -> Conversation | None:
         lookup = self._known.entries.get
@@ -251,14 +256,40 @@ class Conversations:
             self._known.drop(key)
 
 
-def _start_of_last(body: bytes, start: int, end: int) -> int:
-    """Return where the last message begins of those between ``start`` and ``end``, which are a whole array."""
-    view = memoryview(body)
-    last = body.rfind(_FIRST_FIELD, start, end)  # never inside of a text, where quotes are escaped
-    with suppress(msgspec.DecodeError, RecursionError):
-        _MESSAGE.decode(view[last : end - 1])  # so it ends where the array does, and is no part of another one
-        return last
-    return body.rindex(_RAWS.decode(view[start:end])[-1], start, end)
+def _beginning(body: bytes, end: int) -> Conversation | None:
+    """Return the conversation of which the last message but one ends at ``end``; None if it does not.
+
+    What is open there is the array of the chat's messages if a message that is added there becomes the last of them.
+    """
+    if body[end : end + 1] != b",":
+        return None
+    prefix = memoryview(body)[:end]
+    try:
+        head = _CHAT.decode(b"".join((prefix, _ONE_MORE)))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not head.messages or head.messages.pop().role != _NO_ROLE:
+        return None
+    return Conversation(prefix, head.messages, head)
+
+
+def _likely_end(body: bytes) -> int:
+    """Return where the last message but one ends if messages are written as by nearly all clients, else perhaps 0."""
+    last = len(body)
+    for _ in range(_GUESSES):
+        last = max(0, body.rfind(_FIRST_FIELD, 0, last))
+        end = body.rfind(b"}", 0, last) + 1
+        if body[end:last].strip() == b",":
+            return end
+    return 0
+
+
+def _end_of_last_but_one(body: bytes) -> int:
+    """Return where the last message but one ends, however the messages are written; anything if that cannot be told."""
+    array: Any = _RAW_CHAT.decode(body).messages
+    start = body.find(b"[", body.find(_NAME))
+    last = body.rfind(_RAWS.decode(array)[-1], start, start + len(array))
+    return body.rfind(b"}", 0, max(last, 0)) + 1
 
 
 def _before(body: bytes, last: int) -> memoryview:
