@@ -2,7 +2,8 @@
 
 A ``Link`` is the state of a chain after one segment: its last hash, and the tokens after the last whole chunk. Links
 are found by the link before them and the segment, both named by numbers that are never used again, so the hashes of
-one prefix cannot be taken for those of another.
+one prefix cannot be taken for those of another. Links are kept of segments that were met before: most new ones never
+come again, and to keep a link takes longer than to hash the tokens of a message.
 """
 
 from __future__ import annotations
@@ -68,34 +69,37 @@ class Chains:
         """Return the hashes of all whole chunks of the segments' tokens; suspends where there are very many."""
         hashes: list[bytes] = []
         if len(segments) <= SEGMENTS_AT_ONCE:
-            self._follow(root, segments, hashes)
+            self.follow(root, segments, hashes)
             return hashes
         link = root
         for start in range(0, len(segments), SEGMENTS_AT_ONCE):
-            link = self._follow(link, segments[start : start + SEGMENTS_AT_ONCE], hashes)
+            link = self.follow(link, segments[start : start + SEGMENTS_AT_ONCE], hashes)
             await asyncio.sleep(0)
         return hashes
 
-    def follow(self, link: Link, segment: Segment) -> Link:
-        """Return the link behind one more segment."""
+    def follow(self, link: Link, segments: Sequence[Segment], hashes: list[bytes]) -> Link:
+        """Return the link behind the segments, and append their hashes to ``hashes``."""
+        for number, segment in enumerate(segments):
+            if not segment.used:  # new, so that no link leads on from here
+                link = self._extend(link, b"".join([each.ids for each in segments[number:]]))
+                hashes += link.hashes
+                return link
+            link = self._next(link, segment)
+            hashes += link.hashes
+        return link
+
+    def _next(self, link: Link, segment: Segment) -> Link:
         key = (link.number, segment.number)
         following = self._links.entries.get(key)
         if following is None:
-            following = self._extend(link, segment)
+            following = self._extend(link, segment.ids)
             self._links.put(key, following)
         else:
             following.used = True
         return following
 
-    def _follow(self, link: Link, segments: Sequence[Segment], hashes: list[bytes]) -> Link:
-        """Return the link behind the segments, and append their hashes."""
-        for segment in segments:
-            link = self.follow(link, segment)
-            hashes += link.hashes
-        return link
-
-    def _extend(self, link: Link, segment: Segment) -> Link:
-        tokens = link.tail + segment.ids
+    def _extend(self, link: Link, ids: bytes) -> Link:
+        tokens = link.tail + ids
         hashes = self.hasher.chain(link.last, tokens)
         if not hashes:
             return Link(link.last, (), tokens, _LINK_OVERHEAD + len(tokens))

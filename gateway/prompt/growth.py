@@ -8,8 +8,9 @@ the very text.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
+from secrets import token_hex
 from threading import Lock
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from gateway.prompt.chains import Chains, Link
 from gateway.prompt.plan import Pieces
 from gateway.prompt.request import ABSENT, ChatRequest, Message
 from gateway.prompt.segments import Segment, SegmentCache
+from policies.chunks import TOKEN_BYTES, ChunkHasher
 
 LEAST_BYTES: Final = 8 * 2**10
 """Shorter chats are read anew in less time than it takes to find them."""
@@ -28,23 +30,27 @@ _STEP: Final = 2048  # conversations are found at lengths that are multiples of 
 _STEPS: Final = 32  # … and were so many of them shorter at most
 _MARK: Final = 64  # bytes before such a length, by which they are found
 _OVERHEAD: Final = 2000
-_MESSAGE_OVERHEAD: Final = 1000  # bytes of Python objects per message, its segments and links included
+_MESSAGE_OVERHEAD: Final = 1000  # bytes of Python objects per message, its segments included
 _BYTES_PER_BYTE: Final = 4  # text, ids and hashes of what takes one byte in the body
 _NAME: Final = b'"messages"'
 _OPENING: Final = b'{"messages":['
 _FIRST_FIELD: Final = b'{"role"'  # of a message, as nearly all clients write them
+_GUESSES: Final = 8  # at where such a message begins: tools have properties of that name
+_NO_ROLE: Final = token_hex(16)  # of a message that no client can have sent
+_ONE_MORE: Final = b',{"role":"%b"}]}' % _NO_ROLE.encode()
 
 
 class _RawChatRequest(ChatRequest, kw_only=True):
     messages: msgspec.Raw = ABSENT  # type: ignore[assignment]
 
 
+_CHAT: Final = msgspec.json.Decoder(ChatRequest)
 _RAW_CHAT: Final = msgspec.json.Decoder(_RawChatRequest)
 _RAWS: Final = msgspec.json.Decoder(list[msgspec.Raw])
-_MESSAGES: Final = msgspec.json.Decoder(list[Message])
+_OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MESSAGE: Final = msgspec.json.Decoder(Message)
 _FIELDS: Final = [
-    (field.name, b'"%b"' % field.encode_name.encode(), field.default)
+    (field.name, field.encode_name, field.default)
     for field in msgspec.structs.fields(ChatRequest)
     if field.name not in ("messages", "body", "conversation")
 ]
@@ -57,24 +63,25 @@ class Reading:
         cache: where its segments are from.
         root: of its chain.
         texts: of its segments.
-        segments: one per text; the other lists say what holds after each of them.
-        links: of the chain.
-        tokens: how many there are.
-        counts: how many chunks are whole.
+        parts: packed ids of each segment.
+        ends: how many bytes of ids there are up to the end of each segment.
         hashes: of all whole chunks.
     """
 
-    __slots__ = ("cache", "counts", "hashes", "links", "root", "segments", "texts", "tokens")
+    __slots__ = ("cache", "ends", "hashes", "parts", "root", "texts")
 
     def __init__(self, cache: SegmentCache, root: Link) -> None:
         self.cache = cache
         self.root = root
         self.texts: Sequence[Pieces] = []
-        self.segments: list[Segment] = []
-        self.links: list[Link] = []
-        self.tokens: list[int] = []
-        self.counts: list[int] = []
+        self.parts: list[bytes] = []
+        self.ends: list[int] = []
         self.hashes: list[bytes] = []
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are."""
+        return self.ends[-1] // TOKEN_BYTES if self.ends else 0
 
     def common(self, texts: Sequence[Pieces]) -> int:
         """Return how many leading texts are the same."""
@@ -87,21 +94,30 @@ class Reading:
         """Return the reading of ``texts``, the first ``n_common`` of which are ours and the others became ``added``."""
         reading = Reading(self.cache, self.root)
         reading.texts = texts
-        reading.segments = segments = self.segments[:n_common]
-        reading.links = links = self.links[:n_common]
-        reading.tokens = tokens = self.tokens[:n_common]
-        reading.counts = counts = self.counts[:n_common]
-        reading.hashes = hashes = self.hashes[: counts[-1] if counts else 0]
-        link, total = (links[-1], tokens[-1]) if n_common else (self.root, 0)
-        for segment in added:
-            link = chains.follow(link, segment)
-            total += len(segment)
-            hashes += link.hashes
-            segments.append(segment)
-            links.append(link)
-            tokens.append(total)
-            counts.append(len(hashes))
+        reading.ends = ends = self.ends[:n_common]
+        end = ends[-1] if ends else 0
+        new = [segment.ids for segment in added]
+        for ids in new:
+            end += len(ids)
+            ends.append(end)
+        reading.parts = self.parts[:n_common] + new
+        if n_common:
+            reading.hashes = self._hashes_on(reading, n_common, chains.hasher)
+        else:
+            chains.follow(self.root, added, reading.hashes)
         return reading
+
+    def _hashes_on(self, reading: Reading, n_common: int, hasher: ChunkHasher) -> list[bytes]:
+        """Return the hashes of ``reading``, whose first ``n_common`` segments are ours."""
+        hashes = self.hashes[: self.ends[n_common - 1] // hasher.chunk_bytes]
+        hashed = len(hashes) * hasher.chunk_bytes
+        first = bisect_right(reading.ends, hashed)  # of the segments, the first that ends after that
+        rest = reading.parts[first:]
+        if rest:
+            start = reading.ends[first - 1] if first else 0
+            rest[0] = rest[0][hashed - start :]
+        hashes += hasher.chain(hashes[-1] if hashes else self.root.last, b"".join(rest))
+        return hashes
 
 
 class Conversation(Entry):
@@ -112,7 +128,7 @@ class Conversation(Entry):
             next time, as when an answer is asked for again. A view, as long bodies take their time to copy.
         messages: of the prefix; not to be changed.
         head: attributes of the request that stand before the messages, and their values.
-        names: by which these are called in the body.
+        names: of these in the body, and of the messages.
         reading: what became of its texts, None until then.
     """
 
@@ -123,11 +139,12 @@ class Conversation(Entry):
         self.prefix = prefix
         self.messages = messages
         self.head: list[tuple[str, Any]] = []
-        self.names: list[bytes] = []
+        self.names = {"messages"}
         for attribute, name, default in _FIELDS:
             if (value := getattr(head, attribute)) is not default:
-                self.head.append((attribute, value))
-                self.names.append(name)
+                # a raw value would keep all of what it was read from
+                self.head.append((attribute, value.copy() if isinstance(value, msgspec.Raw) else value))
+                self.names.add(name)
         self.reading: Reading | None = None
 
 
@@ -149,26 +166,38 @@ class Conversations:
             msgspec.DecodeError: the body is not a chat; where, only decoding it as a whole can say.
             RecursionError: it is nested too deeply.
         """
-        return self._read_on(body) or self._read_anew(body)
-
-    def _read_on(self, body: bytes) -> ChatRequest | None:
-        """Return the request of a body that goes on with a known conversation, else None."""
+        request = None
         with self._keeping:
             conversation = self._find(body)
-            if conversation is None:
-                return None
-            start, messages = len(conversation.prefix), conversation.messages
+            if conversation is not None:
+                start, messages = len(conversation.prefix), conversation.messages
+        if conversation is not None:
+            request = self._read_on(body, conversation, start, messages)
+        return request or self._read_anew(body)
+
+    def _read_on(
+        self, body: bytes, conversation: Conversation, start: int, messages: list[Message]
+    ) -> ChatRequest | None:
+        """Return the request of a body that begins as a conversation does, up to ``start``; None if it cannot be told.
+
+        Args:
+            body: of the request.
+            conversation: with which it goes on.
+            start: length of the conversation's prefix.
+            messages: of the prefix.
+        """
         separator = body[start : start + 1]
         if separator not in (b",", b"]"):
             return None
         added = separator == b","
         rest: Any = _RAW_CHAT.decode(_OPENING + body[start + added :])
         array = bytes(rest.messages)[1:]
-        end = start + added + len(array) - 1  # where the closing bracket stands
-        tail = body[end:]
+        end = start + added + len(array)  # of the whole array
+        if not body.startswith(array, start + added):  # it comes twice
+            return None
+        after = _OBJECT.decode(b"{" + body[end:].lstrip().removeprefix(b","))
         # a field that comes twice counts the second time
-        again = not body.startswith(array, start + added) or _NAME in tail
-        if again or b"\\" in tail or any(name in tail for name in conversation.names):
+        if not conversation.names.isdisjoint(after):
             return None
         raws = _RAWS.decode(rest.messages)
         if added and not raws:  # a comma that nothing follows
@@ -188,31 +217,19 @@ class Conversations:
 
     def _read_anew(self, body: bytes) -> ChatRequest:
         """Read a body, and remember its conversation so that it is known when it goes on."""
-        request: Any = _RAW_CHAT.decode(body)
-        array = request.messages
-        request.messages = _MESSAGES.decode(array)
-        request.conversation = self._learned(body, array, request.messages)
-        chat: ChatRequest = request
-        return chat
-
-    def _learned(self, body: bytes, array: msgspec.Raw, messages: list[Message]) -> Conversation | None:
-        """Return the conversation of a body in which the messages stand as ``array``; None if it cannot be told."""
-        start = body.find(b"[", body.find(_NAME))
-        head = body[: start + 1]
-        # else the name is that of some other field, or written in another way
-        if len(messages) < 2 or b"\\" in head or not body.startswith(memoryview(array), start):
-            return None
-        try:
-            fields = _RAW_CHAT.decode(head + b"]}")
-        except (msgspec.DecodeError, RecursionError):
-            return None
-        if bytes(fields.messages) != b"[]":
-            return None
-        last = _start_of_last(body, start, start + len(array))
-        conversation = Conversation(_before(body, last), messages[:-1], fields)
-        with self._keeping:
-            self._keep(conversation)
-        return conversation
+        request = None
+        conversation = _beginning(body, _likely_end(body))
+        if conversation is not None:
+            request = self._read_on(body, conversation, len(conversation.prefix), conversation.messages)
+        if request is None:
+            request = _CHAT.decode(body)
+            if conversation is None and len(request.messages) > 1:
+                conversation = _beginning(body, _end_of_last_but_one(body))
+        request.conversation = conversation
+        if conversation is not None:
+            with self._keeping:
+                self._keep(conversation)
+        return request
 
     def _find(self, body: bytes) -> Conversation | None:
         lookup = self._known.entries.get
@@ -239,14 +256,40 @@ class Conversations:
             self._known.drop(key)
 
 
-def _start_of_last(body: bytes, start: int, end: int) -> int:
-    """Return where the last message begins of those between ``start`` and ``end``, which are a whole array."""
-    view = memoryview(body)
-    last = body.rfind(_FIRST_FIELD, start, end)  # never inside of a text, where quotes are escaped
-    with suppress(msgspec.DecodeError, RecursionError):
-        _MESSAGE.decode(view[last : end - 1])  # so it ends where the array does, and is no part of another one
-        return last
-    return body.rindex(_RAWS.decode(view[start:end])[-1], start, end)
+def _beginning(body: bytes, end: int) -> Conversation | None:
+    """Return the conversation of which the last message but one ends at ``end``; None if it does not.
+
+    What is open there is the array of the chat's messages if a message that is added there becomes the last of them.
+    """
+    if body[end : end + 1] != b",":
+        return None
+    prefix = memoryview(body)[:end]
+    try:
+        head = _CHAT.decode(b"".join((prefix, _ONE_MORE)))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not head.messages or head.messages.pop().role != _NO_ROLE:
+        return None
+    return Conversation(prefix, head.messages, head)
+
+
+def _likely_end(body: bytes) -> int:
+    """Return where the last message but one ends if messages are written as by nearly all clients, else perhaps 0."""
+    last = len(body)
+    for _ in range(_GUESSES):
+        last = max(0, body.rfind(_FIRST_FIELD, 0, last))
+        end = body.rfind(b"}", 0, last) + 1
+        if body[end:last].strip() == b",":
+            return end
+    return 0
+
+
+def _end_of_last_but_one(body: bytes) -> int:
+    """Return where the last message but one ends, however the messages are written; anything if that cannot be told."""
+    array: Any = _RAW_CHAT.decode(body).messages
+    start = body.find(b"[", body.find(_NAME))
+    last = body.rfind(_RAWS.decode(array)[-1], start, start + len(array))
+    return body.rfind(b"}", 0, max(last, 0)) + 1
 
 
 def _before(body: bytes, last: int) -> memoryview:

@@ -128,8 +128,8 @@ def _assemble(tokenizer: Tokenizer, template: Path | None, segments: SegmentCach
         segments,
         cutter,
         ChatRenderer(*templates, cutter, executor) if templates and special is None else None,
-        [Segment(tokenizer.prefix)] if tokenizer.prefix else [],
-        [Segment(tokenizer.suffix)] if tokenizer.suffix else [],
+        [Segment(tokenizer.prefix, used=True)] if tokenizer.prefix else [],
+        [Segment(tokenizer.suffix, used=True)] if tokenizer.suffix else [],
         special,
         HarmonyRenderer(templates or ()) if is_harmony else None,
     )

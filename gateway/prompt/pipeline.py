@@ -185,8 +185,7 @@ class PromptPipeline:
             return None
         added = await cache.get(texts[n_common:])
         conversation.reading = reading = reading.going_on(texts, n_common, added, self._chains)
-        parts = [segment.ids for segment in reading.segments]
-        return Prompt(reading.tokens[-1], reading.hashes, True, parts, tokenized=True)
+        return Prompt(reading.tokens, reading.hashes, True, reading.parts, tokenized=True)
 
     async def _rendered(self, request: ChatRequest, outlined: Outline, renderer: ChatRenderer) -> Sequence[Pieces]:
         if len(outlined.shapes) > _INLINE_MESSAGES or len(request.body) > _INLINE_BYTES:

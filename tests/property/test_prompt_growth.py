@@ -122,14 +122,45 @@ def test_messages_that_come_again_in_a_continued_chat_count_as_they_would_alone(
     assert seen(parse_request(PATH, raw, known)) == seen(parse_request(PATH, raw))
 
 
-def test_a_conversation_is_known_however_its_messages_are_written():
-    for last in ({"content": "a", "role": "user"}, {"role": "user", "content": [{"role": "x", "type": "text"}]}):
+def test_what_comes_after_the_messages_may_hold_anything():
+    known = Conversations(10**7)
+    chat = [LONG, {"role": "user", "content": "a"}]
+    after = {"stop": ["\n"], "tools": [{"description": 'Gives a "model"\n', "parameters": {"model": {"messages": 1}}}]}
+    first = parse_request(PATH, body({"model": "m"}, chat, after, (",", ":")), known)
+    raw = body({"model": "m"}, [*chat, *chat[1:]], after, (",", ":"))
+    second = parse_request(PATH, raw, known)
+    assert isinstance(first, ChatRequest)
+    assert isinstance(second, ChatRequest)
+    assert second.messages[0] is first.messages[0]
+    assert seen(second) == seen(parse_request(PATH, raw))
+
+
+def test_a_field_that_comes_twice_counts_the_second_time_however_its_name_is_written():
+    for raw in (body({"model": "m"}, [LONG, *[{"role": "user", "content": "a"}] * n], {}, (",", ":")) for n in (1, 2)):
         known = Conversations(10**7)
-        raw = body({"model": "m"}, [LONG, last], {}, (", ", ": "))
+        parse_request(PATH, raw, known)
+        other = raw[:-1] + b',"\\u006dodel":"other"}'
+        request = parse_request(PATH, other, known)
+        assert request.model == "other"
+        assert seen(request) == seen(parse_request(PATH, other))
+
+
+def test_a_conversation_is_known_however_its_messages_are_written():
+    content_first = {"content": "a", "role": "user"}
+    for others in (
+        [content_first],
+        [{"role": "user", "content": "a"}, content_first, content_first],
+        [{"role": "user", "content": [{"role": "x", "type": "text"}]}],
+        [{"role": "user", "content": [{"type": "text"}, {"role": "x", "type": "text"}]}],
+    ):
+        known = Conversations(10**7)
+        raw = body({"model": "m"}, [LONG, *others], {"tools": [{"a": {}}, {"role": {}}]}, (", ", ": "))
         first, second = parse_request(PATH, raw, known), parse_request(PATH, raw, known)
         assert isinstance(first, ChatRequest)
         assert isinstance(second, ChatRequest)
         assert second.conversation is first.conversation is not None
+        assert second.conversation.messages == first.messages[:-1]
+        assert seen(first) == seen(second) == seen(parse_request(PATH, raw))
 
 
 def test_a_client_cannot_write_what_is_known_of_its_conversation():

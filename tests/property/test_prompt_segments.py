@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.prompt import tokenizer as module
 from gateway.prompt.chains import Chains
+from gateway.prompt.growth import Reading
 from gateway.prompt.segments import Cutter, Segment, SegmentCache, is_certain
 from gateway.prompt.tokenizer import AddedToken, FastEncoder, HuggingFaceEncoder, pack
 from policies.chunks import ChunkHasher
@@ -98,19 +99,50 @@ def test_fastokens_gives_the_same_ids_for_cut_texts(kind, certain, data):
     assert b"".join(fast.encode(cutter.cut(text))) == pack(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-@given(
-    runs=st.lists(st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=8), min_size=1, max_size=6),
-    chunk_tokens=st.integers(1, 5),
-    max_bytes=st.sampled_from([0, 4_000, 2**20]),
+# Conversations as lists of segments; each segment as its ids, and whether it is taken for one that was met before.
+conversations = st.lists(
+    st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=9), flags), max_size=8), min_size=1, max_size=6
 )
+
+
+def segments_of(run: list[tuple[list[int], bool]], known: dict[tuple[int, ...], Segment]) -> list[Segment]:
+    """The segments of one conversation, the same objects for the same ids."""
+    segments = []
+    for ids, used in run:
+        segment = known.setdefault(tuple(ids), Segment(pack(ids)))
+        segment.used = used
+        segments.append(segment)
+    return segments
+
+
+@given(runs=conversations, chunk_tokens=st.integers(1, 5), max_bytes=st.sampled_from([0, 4_000, 2**20]))
 async def test_extended_chains_are_those_of_the_whole_sequence(runs, chunk_tokens, max_bytes):
     hasher = ChunkHasher(chunk_tokens)
     chains = Chains(hasher, max_bytes)
     known: dict[tuple[int, ...], Segment] = {}
     for run in runs:
-        segments = [known.setdefault(tuple(ids), Segment(pack(ids))) for ids in run]
+        segments = segments_of(run, known)
         whole = b"".join(segment.ids for segment in segments)
         assert await chains.hashes(chains.root("m", None, None), segments) == hasher.chain(hasher.root("m"), whole)
+
+
+@given(runs=conversations, kept=st.lists(st.integers(0, 8), min_size=6, max_size=6), chunk_tokens=st.integers(1, 5))
+def test_what_goes_on_with_a_reading_is_what_it_would_be_alone(runs, kept, chunk_tokens):
+    hasher = ChunkHasher(chunk_tokens)
+    chains = Chains(hasher, 2**20)
+    known: dict[tuple[int, ...], Segment] = {}
+    encoder = HuggingFaceEncoder(with_tokens("byte-level", []))
+    with ThreadPoolExecutor(1) as executor:
+        reading = Reading(SegmentCache(encoder, 0, executor), chains.root("m", None, None))
+    for run, n_kept in zip(runs, kept, strict=False):
+        n_kept = min(n_kept, len(reading.texts))
+        added = segments_of(run, known)
+        texts = [*reading.texts[:n_kept], *(f"text {segment.number}" for segment in added)]
+        parts = [*reading.parts[:n_kept], *(segment.ids for segment in added)]
+        reading = reading.going_on(texts, n_kept, added, chains)
+        assert reading.common(texts) == len(texts)
+        assert (reading.parts, reading.tokens) == (parts, len(b"".join(parts)) // 4)
+        assert reading.hashes == hasher.chain(hasher.root("m"), b"".join(parts))
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 
@@ -49,27 +50,57 @@ def hasher() -> ChunkHasher:
     return ChunkHasher(4)
 
 
-async def test_a_chain_is_extended_not_recomputed(hasher, monkeypatch):
-    chains = Chains(hasher, 2**20)
-    root = chains.root("m", None, None)
-    segments = [Segment(pack(range(start, start + 10))) for start in range(5)]
-    first = await chains.hashes(root, segments[:4])
-    hashed: list[int] = []
+def met(ids: Iterable[int]) -> Segment:
+    """A segment that was met before."""
+    return Segment(pack([*ids]), used=True)
+
+
+@pytest.fixture
+def hashed(monkeypatch) -> list[int]:
+    """How many bytes of tokens were looked at, each time that some were."""
+    lengths: list[int] = []
     chain = ChunkHasher.chain
 
     def counting_chain(self, parent, tokens):
-        hashed.append(len(tokens))
+        lengths.append(len(tokens))
         return chain(self, parent, tokens)
 
     monkeypatch.setattr(ChunkHasher, "chain", counting_chain)
+    return lengths
+
+
+async def test_a_chain_is_extended_not_recomputed(hasher, hashed):
+    chains = Chains(hasher, 2**20)
+    root = chains.root("m", None, None)
+    segments = [met(range(start, start + 10)) for start in range(5)]
+    first = await chains.hashes(root, segments[:4])
+    hashed.clear()
     longer = await chains.hashes(root, segments)
     assert longer[: len(first)] == first
     assert hashed == [4 * 10]  # the new segment; nothing was left over of the 40 tokens before it
 
 
+async def test_only_segments_that_were_met_before_leave_links(hasher, hashed):
+    chains = Chains(hasher, 2**20)
+    root = chains.root("m", None, None)
+    segments = [met(range(7)), Segment(pack(range(6))), met(range(5)), Segment(pack(range(4)))]
+    expected = hasher.chain(root.last, b"".join(segment.ids for segment in segments))
+    in_the_first, in_the_rest = 4 * 7, 4 * (3 + 15)  # three tokens of the first are in the next chunk
+    for lengths in ([in_the_first, in_the_rest], [in_the_rest], [in_the_rest]):
+        hashed.clear()
+        assert await chains.hashes(root, segments) == expected
+        assert hashed == lengths
+    for segment in segments:
+        segment.used = True
+    await chains.hashes(root, segments)
+    hashed.clear()
+    assert await chains.hashes(root, segments) == expected
+    assert hashed == []
+
+
 async def test_the_same_segments_after_another_beginning_are_another_chain(hasher):
     chains = Chains(hasher, 2**20)
-    one, other, shared = (Segment(pack(range(start, start + 4))) for start in range(3))
+    one, other, shared = (met(range(start, start + 4)) for start in range(3))
     root = chains.root("m", None, None)
     assert (await chains.hashes(root, [one, shared]))[1] != (await chains.hashes(root, [other, shared]))[1]
 
@@ -77,7 +108,7 @@ async def test_the_same_segments_after_another_beginning_are_another_chain(hashe
 @pytest.mark.parametrize("identity", [("n", None, None), ("m", "l", None), ("m", None, "s"), ("m", None, "")])
 async def test_model_adapter_and_salt_separate_chains(hasher, identity):
     chains = Chains(hasher, 2**20)
-    segment = Segment(pack(range(4)))
+    segment = met(range(4))
     one, other = chains.root(*identity), chains.root("m", None, None)
     assert await chains.hashes(one, [segment]) != await chains.hashes(other, [segment])
 
@@ -85,7 +116,7 @@ async def test_model_adapter_and_salt_separate_chains(hasher, identity):
 async def test_hashes_are_right_when_nothing_is_kept(hasher):
     chains = Chains(hasher, 0)
     root = chains.root("m", None, None)
-    segments = [Segment(pack(range(7))), Segment(pack(range(6)))]
+    segments = [met(range(7)), met(range(6))]
     expected = hasher.chain(hasher.root("m"), pack([*range(7), *range(6)]))
     assert await chains.hashes(root, segments) == await chains.hashes(root, segments) == expected
 
@@ -93,7 +124,7 @@ async def test_hashes_are_right_when_nothing_is_kept(hasher):
 async def test_a_very_long_chain_lets_others_have_their_turn(hasher):
     chains = Chains(hasher, 2**20)
     root = chains.root("m", None, None)
-    segments = [Segment(pack([number])) for number in range(2 * SEGMENTS_AT_ONCE + 1)]
+    segments = [Segment(pack([number]), used=number % 500 > 0) for number in range(2 * SEGMENTS_AT_ONCE + 1)]
     turns = 0
 
     async def others() -> None:
