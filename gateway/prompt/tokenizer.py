@@ -54,8 +54,9 @@ class Encoder(Protocol):
 class FastEncoder:
     """Encoder on fastokens.
 
-    It lets other threads run, and shares much text out among threads of its own. These wait for each other, which on
-    busy cores takes longer than the work; so it gets no more at once than it encodes by itself.
+    It lets other threads run, and shares out what comes in one call among threads of its own. To wake and await these
+    takes longer than to encode a message, and on busy cores than much more; so texts come one by one where they are
+    few, and otherwise in groups.
     """
 
     inline_chars = 65_536
