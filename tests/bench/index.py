@@ -47,7 +47,7 @@ CHUNK_TOKENS = 256
 CHAIN = 64
 """Chunks per chain of what fills the index."""
 PROMPTS = {"usual": 40, "worst": 2}
-PASSES = 4
+PASSES = 16  # virtual machines are slower for seconds at a time
 LOOKUPS = 300  # of a pass
 STORES = 200_000
 QUIET_LOAD = 0.5
