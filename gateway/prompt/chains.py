@@ -21,6 +21,7 @@ from policies.chunks import DIGEST_BYTES, ChunkHasher
 
 _LINK_OVERHEAD: Final = 400  # bytes of Python objects per link
 _HASH_OVERHEAD: Final = 50  # and per hash
+_BYTES_PER_CHARACTER: Final = 4  # of a text, at most
 
 
 class Link(msgspec.Struct, gc=False):
@@ -61,7 +62,8 @@ class Chains:
         key = (model, lora, cache_salt)
         link = self._roots.get(key)
         if link is None:
-            link = Link(self.hasher.root(model, lora, cache_salt))
+            names = sum([len(name) for name in key if name])  # clients choose their salts
+            link = Link(self.hasher.root(model, lora, cache_salt), cost=_LINK_OVERHEAD + _BYTES_PER_CHARACTER * names)
             self._roots.put(key, link)
         return link
 

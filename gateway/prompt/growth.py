@@ -31,7 +31,12 @@ _STEPS: Final = 32  # … and were so many of them shorter at most
 _MARK: Final = 64  # bytes before such a length, by which they are found
 _OVERHEAD: Final = 2000
 _MESSAGE_OVERHEAD: Final = 1000  # bytes of Python objects per message, its segments included
-_BYTES_PER_BYTE: Final = 4  # text, ids and hashes of what takes one byte in the body
+# What one byte of a body takes: itself, its text twice, ids and hashes. A single character can make a text four times
+# as wide.
+_BYTES_PER_BYTE: Final = 5
+_BYTES_PER_WIDE_BYTE: Final = 8
+_CONTAINER: Final = 64  # bytes of a Python list or dict
+_BYTES_PER_CONTAINER: Final = 16  # of a body: a list or dict in so many is within what its bytes are charged
 _NAME: Final = b'"messages"'
 _OPENING: Final = b'{"messages":['
 _FIRST_FIELD: Final = b'{"role"'  # of a message, as nearly all clients write them
@@ -242,11 +247,13 @@ class Conversations:
         return None
 
     def _keep(self, conversation: Conversation) -> None:
+        body: Any = conversation.prefix.obj
+        containers = body.count(b"[") + body.count(b"{") - len(body) // _BYTES_PER_CONTAINER
         conversation.cost = (
             _OVERHEAD
             + _MESSAGE_OVERHEAD * len(conversation.messages)
-            + _BYTES_PER_BYTE * len(conversation.prefix)
-            + len(conversation.prefix.obj)  # type: ignore[arg-type]
+            + (_BYTES_PER_BYTE if body.isascii() else _BYTES_PER_WIDE_BYTE) * len(body)
+            + _CONTAINER * max(0, containers)
         )
         self._known.put(_key(conversation), conversation)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import Iterable
 
 import pytest
@@ -53,6 +54,16 @@ def hasher() -> ChunkHasher:
 def met(ids: Iterable[int]) -> Segment:
     """A segment that was met before."""
     return Segment(pack([*ids]), used=True)
+
+
+def test_long_salts_take_no_more_memory_than_short_ones(hasher):
+    chains = Chains(hasher, 2**20)
+    tracemalloc.start()
+    for number in range(200):
+        chains.root("model", None, f"{number}" * 2000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2**20 / 16 + 20_000
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import tracemalloc
 
 import pytest
 from tokenizers import AddedToken
@@ -270,3 +272,31 @@ async def test_a_template_that_puts_out_what_is_no_unicode_is_left_to_the_engine
     prompt = await prompt_of(pipeline, CHAT, {"messages": HELLO})
     assert (prompt.chunks, prompt.exact) == ([], False)
     await pipeline.close()
+
+
+SHORT = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [SHORT, SHORT | {"content": "NUMBER" + "#@~^" * 10_000 + "\U0001f600"}],
+        [SHORT, SHORT | {"content": "NUMBER" + "#@~^" * 10_000}],
+        [SHORT | {"task": [[]] * 5000}, SHORT],
+    ],
+    ids=["wide characters", "a token for each character", "lists in lists"],
+)
+async def test_what_long_chats_leave_behind_stays_within_the_cache_size(messages):
+    limit = 2**22
+    pipeline = PromptPipeline(config(segment_cache_bytes=limit))
+    await prompt_of(pipeline, CHAT, {"messages": [SHORT, *messages]})
+    tracemalloc.start()
+    for number in range(100):
+        system = {"role": "system", "content": f"{number} is careful. " * 300}
+        body = json.dumps({"messages": [system, *messages]}, ensure_ascii=False).replace("NUMBER", str(number))
+        await prompt_of(pipeline, CHAT, body.encode())
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    await pipeline.close()
+    assert held < limit
