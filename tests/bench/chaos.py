@@ -137,7 +137,7 @@ async def under_faults(load: Load, fleet: Fleet, seconds: float) -> None:
 
 
 async def settled_counters(admin: str) -> tuple[dict[str, float], float]:
-    """Return the in-flight gauges, once all are zero or after ten seconds, as sums over workers; and pieces done."""
+    """Return the in-flight gauges, once all are zero or after ten seconds, as sums over workers; and pieces sent."""
     deadline = time.monotonic() + SETTLE_S
     async with httpx.AsyncClient(base_url=admin) as client:
         while True:
