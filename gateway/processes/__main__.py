@@ -9,6 +9,13 @@ import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
+ALLOCATOR: Final = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=1024"}
+"""Environment of a Valkey that allocates with glibc, as the embedded one does.
+
+A thread has only seven free pieces of a size at hand by default; a command names dozens of keys, each such a piece.
+A lookup takes the server a quarter less time with more of them.
+"""
+
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
@@ -42,7 +49,7 @@ def _become_valkey(socket: Path) -> NoReturn:
     }
     server = str(get_binary_path())
     words = [word for name, value in settings.items() for word in (f"--{name}", value)]
-    os.execv(server, [server, *words])  # noqa: S606 - no shell is what we want
+    os.execve(server, [server, *words], ALLOCATOR | os.environ)  # noqa: S606 - no shell is what we want
 
 
 def _serve(config: bytes) -> None:

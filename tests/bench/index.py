@@ -3,8 +3,9 @@
 ``python -m tests.bench.index [--json] [--quick | --full]``; ``--quick`` stops at a hundred thousand chunks (about a
 minute), ``--full`` adds an index of ten million (4 GB, some minutes). What KV events cost on their way into the index
 is measured as by ``python -m tests.bench.events``.
-The shared index is measured with a Valkey server on loopback and two replicas: one writes, the other asks. Each line is
-measured in a process of its own. With ``--json`` the last line of output is one JSON object.
+The shared index is measured with a Valkey server on loopback, which allocates as the embedded one does, and two
+replicas: one writes, the other asks. Each line is measured in a process of its own. With ``--json`` the last line of
+output is one JSON object.
 
 The prompt has 512 chunks (128k tokens at 256 a chunk). In the *usual* case all workers hold its first 16, the system
 prompt, and eight of them hold more, down to some depth, partly in a lower tier. In the *worst* case each worker holds
@@ -36,6 +37,7 @@ from gateway.config import IndexConfig
 from gateway.index.base import ChunkIndex
 from gateway.index.memory import MemoryIndex
 from gateway.index.redis import RedisIndex
+from gateway.processes.__main__ import ALLOCATOR
 from policies.base import Tier
 from tests.bench import events
 from tests.valkey import Valkey
@@ -146,6 +148,7 @@ async def measure_memory(n_workers: int, n_chunks: int) -> Figures:
 
 
 async def measure_redis(n_workers: int, n_chunks: int) -> Figures:
+    os.environ |= ALLOCATOR
     with Valkey() as valkey:
         config = IndexConfig(url=valkey.url, max_chunks=20_000_000, timeout_s=5)
         writer, reader = RedisIndex(config), RedisIndex(config)

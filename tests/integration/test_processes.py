@@ -82,10 +82,14 @@ async def test_processes_share_a_port_survive_a_kill_and_end_together(
 
 
 @pytest.mark.slow
-async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path, client: httpx.AsyncClient) -> None:
+async def test_the_embedded_valkey_is_tuned_and_nothing_outlives_a_killed_supervisor(
+    tmp_path: Path, client: httpx.AsyncClient
+) -> None:
     with service(tmp_path, config_for([], "")) as running_service:
         await until(lambda: _joined(client, running_service), within_s=START_S)
         family = running_service.children()
+        (valkey,) = family.keys() - set(running_service.gateways())
+        assert "tcache_count" in Path(f"/proc/{valkey}/environ").read_text()
         running_service.process.kill()
         await until(lambda: not any(map(_is_alive, family)), within_s=20)
 
