@@ -4,32 +4,37 @@ Clients send the whole conversation each time, with something added at its end. 
 like an earlier one are not decoded again, and where the template makes the same of them, their tokens and chunk hashes
 are not looked up again. What was learned is compared, never believed: a body must begin with the very bytes, a text be
 the very text.
+
+A conversation is found by its *mark*, the bytes before the last multiple of 2 KiB in what is known of it, which costs
+nearly nothing. Those that share a system prompt, tools or documents can have the same mark; then they are a *crowd*,
+and a body's own is found by a digest of all its bytes up to where one of the crowd ended.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import re
 from collections.abc import Sequence
 from secrets import token_hex
 from threading import Lock
 from typing import Any, Final
 
+import mmh3
 import msgspec
 
 from gateway.prompt.cache import ByteCache, Entry
-from gateway.prompt.chains import Chains, Link
-from gateway.prompt.plan import Pieces
+from gateway.prompt.reading import Reading
 from gateway.prompt.request import ABSENT, ChatRequest, Message
-from gateway.prompt.segments import Segment, SegmentCache
-from policies.chunks import TOKEN_BYTES, ChunkHasher
 
 LEAST_BYTES: Final = 8 * 2**10
 """Shorter chats are read anew in less time than it takes to find them."""
 
 _STEP: Final = 2048  # conversations are found at lengths that are multiples of this …
-_STEPS: Final = 32  # … and were so many of them shorter at most
+_STEPS: Final = 128  # … and were so many of them shorter at most
 _MARK: Final = 64  # bytes before such a length, by which they are found
+_TRIES: Final = 8  # at what is found there, before a body is read anew
+_MESSAGE_END: Final = re.compile(rb"\}(?=[,\]])")
 _OVERHEAD: Final = 2000
+_CROWD_OVERHEAD: Final = 500
 _MESSAGE_OVERHEAD: Final = 1000  # bytes of Python objects per message, its segments included
 # What one byte of a body takes: itself, its text twice, ids and hashes. A single character can make a text four times
 # as wide.
@@ -37,6 +42,9 @@ _BYTES_PER_BYTE: Final = 5
 _BYTES_PER_WIDE_BYTE: Final = 8
 _CONTAINER: Final = 64  # bytes of a Python list or dict
 _BYTES_PER_CONTAINER: Final = 16  # of a body: a list or dict in so many is within what its bytes are charged
+_LEAST_SIZE: Final = (LEAST_BYTES // 2 // _STEP + 1) * _STEP
+_Key = tuple[int, bytes]
+
 _NAME: Final = b'"messages"'
 _OPENING: Final = b'{"messages":['
 _FIRST_FIELD: Final = b'{"role"'  # of a message, as nearly all clients write them
@@ -54,75 +62,12 @@ _RAW_CHAT: Final = msgspec.json.Decoder(_RawChatRequest)
 _RAWS: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MESSAGE: Final = msgspec.json.Decoder(Message)
+_digest: Final = mmh3.mmh3_x64_128_digest
 _FIELDS: Final = [
     (field.name, field.encode_name, field.default)
     for field in msgspec.structs.fields(ChatRequest)
     if field.name not in ("messages", "body", "conversation")
 ]
-
-
-class Reading:
-    """What became of a conversation's texts.
-
-    Attributes:
-        cache: where its segments are from.
-        root: of its chain.
-        texts: of its segments.
-        parts: packed ids of each segment.
-        ends: how many bytes of ids there are up to the end of each segment.
-        hashes: of all whole chunks.
-    """
-
-    __slots__ = ("cache", "ends", "hashes", "parts", "root", "texts")
-
-    def __init__(self, cache: SegmentCache, root: Link) -> None:
-        self.cache = cache
-        self.root = root
-        self.texts: Sequence[Pieces] = []
-        self.parts: list[bytes] = []
-        self.ends: list[int] = []
-        self.hashes: list[bytes] = []
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens there are."""
-        return self.ends[-1] // TOKEN_BYTES if self.ends else 0
-
-    def common(self, texts: Sequence[Pieces]) -> int:
-        """Return how many leading texts are the same."""
-        known, most = self.texts, min(len(self.texts), len(texts))
-        # mostly all but the last message, and what asks for the answer
-        start = most - 2 if most > 1 and known[: most - 2] == texts[: most - 2] else 0
-        return next((at for at in range(start, most) if known[at] != texts[at]), most)
-
-    def going_on(self, texts: Sequence[Pieces], n_common: int, added: list[Segment], chains: Chains) -> Reading:
-        """Return the reading of ``texts``, the first ``n_common`` of which are ours and the others became ``added``."""
-        reading = Reading(self.cache, self.root)
-        reading.texts = texts
-        reading.ends = ends = self.ends[:n_common]
-        end = ends[-1] if ends else 0
-        new = [segment.ids for segment in added]
-        for ids in new:
-            end += len(ids)
-            ends.append(end)
-        reading.parts = self.parts[:n_common] + new
-        if n_common:
-            reading.hashes = self._hashes_on(reading, n_common, chains.hasher)
-        else:
-            chains.follow(self.root, added, reading.hashes)
-        return reading
-
-    def _hashes_on(self, reading: Reading, n_common: int, hasher: ChunkHasher) -> list[bytes]:
-        """Return the hashes of ``reading``, whose first ``n_common`` segments are ours."""
-        hashes = self.hashes[: self.ends[n_common - 1] // hasher.chunk_bytes]
-        hashed = len(hashes) * hasher.chunk_bytes
-        first = bisect_right(reading.ends, hashed)  # of the segments, the first that ends after that
-        rest = reading.parts[first:]
-        if rest:
-            start = reading.ends[first - 1] if first else 0
-            rest[0] = rest[0][hashed - start :]
-        hashes += hasher.chain(hashes[-1] if hashes else self.root.last, b"".join(rest))
-        return hashes
 
 
 class Conversation(Entry):
@@ -135,22 +80,61 @@ class Conversation(Entry):
         head: attributes of the request that stand before the messages, and their values.
         names: of these in the body, and of the messages.
         reading: what became of its texts, None until then.
+        key: under which it is kept.
+        containers: how many lists and objects there are in the prefix, at most.
+        wide: whether there are other characters than those of ASCII in a body.
+        shared: whether a request ended one message after the prefix since it is kept, so that more may: all chats
+            with one system prompt begin like that. What goes on is another conversation then.
     """
 
-    __slots__ = ("head", "messages", "names", "prefix", "reading")
+    __slots__ = ("containers", "head", "key", "messages", "names", "prefix", "reading", "shared", "wide")
 
-    def __init__(self, prefix: memoryview, messages: list[Message], head: ChatRequest) -> None:
+    def __init__(
+        self, prefix: memoryview, messages: list[Message], head: Sequence[tuple[str, Any]], names: frozenset[str]
+    ) -> None:
         super().__init__(0)
         self.prefix = prefix
         self.messages = messages
-        self.head: list[tuple[str, Any]] = []
-        self.names = {"messages"}
-        for attribute, name, default in _FIELDS:
-            if (value := getattr(head, attribute)) is not default:
-                # a raw value would keep all of what it was read from
-                self.head.append((attribute, value.copy() if isinstance(value, msgspec.Raw) else value))
-                self.names.add(name)
+        self.head = head
+        self.names = names
         self.reading: Reading | None = None
+        self.key: _Key = 0, b""
+        self.containers = 0
+        self.wide = False
+        self.shared = False
+
+    @classmethod
+    def of(cls, prefix: memoryview, request: ChatRequest) -> Conversation:
+        """Return the conversation of a prefix and what was read of it."""
+        head: list[tuple[str, Any]] = []
+        names = {"messages"}
+        for attribute, name, default in _FIELDS:
+            if (value := getattr(request, attribute)) is not default:
+                # a raw value would keep all of what it was read from
+                head.append((attribute, value.copy() if isinstance(value, msgspec.Raw) else value))
+                names.add(name)
+        return cls(prefix, request.messages, head, frozenset(names))
+
+    def branch(self) -> Conversation:
+        """Return a conversation that is this one so far."""
+        branch = Conversation(self.prefix, self.messages, self.head, self.names)
+        branch.reading = self.reading
+        branch.containers, branch.wide = self.containers, self.wide
+        return branch
+
+
+class Crowd(Entry):
+    """In place of several conversations that have the same mark; each is kept under length and digest of its prefix.
+
+    Attributes:
+        ends: by how many bytes the prefixes are longer than where the mark ends; true at each such number.
+    """
+
+    __slots__ = ("ends",)
+
+    def __init__(self) -> None:
+        super().__init__(_CROWD_OVERHEAD + _STEP)
+        self.ends = bytearray(_STEP)
 
 
 class Conversations:
@@ -161,7 +145,7 @@ class Conversations:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._known: ByteCache[tuple[int, bytes], Conversation] = ByteCache(max_bytes)
+        self._known: ByteCache[_Key, Conversation | Crowd] = ByteCache(max_bytes)
         self._keeping = Lock()  # long bodies are read in threads
 
     def read(self, body: bytes) -> ChatRequest:
@@ -214,9 +198,14 @@ class Conversations:
         if len(raws) > 1:
             prefix = _before(body, body.rindex(raws[-1], 0, end))
             with self._keeping:
-                self._forget(conversation)
+                if conversation.shared:
+                    rest.conversation = conversation = conversation.branch()
+                else:
+                    self._forget(conversation)
                 conversation.prefix, conversation.messages = prefix, messages[:-1]
-                self._keep(conversation)
+                self._keep(conversation, start)
+        else:
+            conversation.shared = True
         request: ChatRequest = rest
         return request
 
@@ -237,30 +226,91 @@ class Conversations:
         return request
 
     def _find(self, body: bytes) -> Conversation | None:
+        """Return the longest known conversation with which a body begins."""
         lookup = self._known.entries.get
         longest = len(body) // _STEP * _STEP
-        for size in range(longest, max(LEAST_BYTES // 2, longest - _STEPS * _STEP), -_STEP):
-            conversation = lookup((size, body[size - _MARK : size]))
+        tries = _TRIES
+        for size in range(longest, max(_LEAST_SIZE - 1, longest - _STEPS * _STEP), -_STEP):
+            known = lookup((size, body[size - _MARK : size]))
+            if known is None:
+                continue
+            conversation = self._among(known, body, size) if isinstance(known, Crowd) else known
             if conversation is not None and body.startswith(conversation.prefix):
-                conversation.used = True
+                known.used = conversation.used = True
                 return conversation
+            tries -= 1
+            if not tries:
+                break
         return None
 
-    def _keep(self, conversation: Conversation) -> None:
+    def _among(self, crowd: Crowd, body: bytes, size: int) -> Conversation | None:
+        """Return the longest conversation of a crowd with which a body begins; ``size`` is where their mark ends."""
+        found = [match.end() for match in _MESSAGE_END.finditer(body, size - 1, size + _STEP)]
+        ends = [end for end in reversed(found) if crowd.ends[end - size]]
+        for key in zip(ends, _digests(body, size, ends) if ends else (), strict=True):
+            conversation: Any = self._known.entries.get(key)
+            if conversation is not None and body.startswith(conversation.prefix):
+                return conversation  # type: ignore[no-any-return]
+        return None
+
+    def _keep(self, conversation: Conversation, start: int = 0) -> None:
+        """Keep a conversation that is known up to ``start``."""
         body: Any = conversation.prefix.obj
-        containers = body.count(b"[") + body.count(b"{") - len(body) // _BYTES_PER_CONTAINER
+        end = len(conversation.prefix)
+        conversation.containers += _containers(body[start:end])
+        conversation.wide |= not body[start:].isascii()
         conversation.cost = (
             _OVERHEAD
             + _MESSAGE_OVERHEAD * len(conversation.messages)
-            + (_BYTES_PER_BYTE if body.isascii() else _BYTES_PER_WIDE_BYTE) * len(body)
-            + _CONTAINER * max(0, containers)
+            + (_BYTES_PER_WIDE_BYTE if conversation.wide else _BYTES_PER_BYTE) * len(body)
+            + _CONTAINER * max(0, conversation.containers - end // _BYTES_PER_CONTAINER)
         )
-        self._known.put(_key(conversation), conversation)
+        conversation.shared = False
+        size = end // _STEP * _STEP
+        if size >= _LEAST_SIZE:
+            self._put((size, bytes(conversation.prefix[size - _MARK : size])), conversation)
+
+    def _put(self, mark: _Key, conversation: Conversation) -> None:
+        """Keep a conversation under its mark, or in a crowd if there is another one with that mark."""
+        other = self._known.entries.get(mark)
+        if isinstance(other, Conversation) and not _same(other.prefix, conversation.prefix):
+            crowd = Crowd()
+            self._known.drop(mark)
+            self._known.put(mark, crowd)
+            self._join(crowd, mark, other)
+            other = crowd
+        if isinstance(other, Crowd):
+            self._join(other, mark, conversation)
+        else:
+            conversation.key = mark
+            self._known.put(mark, conversation)
+
+    def _join(self, crowd: Crowd, mark: _Key, conversation: Conversation) -> None:
+        size, end = mark[0], len(conversation.prefix)
+        crowd.ends[end - size] = True
+        conversation.key = end, _digests(conversation.prefix, size, [end])[0]
+        self._known.put(conversation.key, conversation)
 
     def _forget(self, conversation: Conversation) -> None:
-        key = _key(conversation)
-        if self._known.entries.get(key) is conversation:
-            self._known.drop(key)
+        if self._known.entries.get(conversation.key) is conversation:
+            self._known.drop(conversation.key)
+
+
+def _digests(body: bytes | memoryview, size: int, ends: list[int]) -> list[bytes]:
+    """Return digests of what precedes each of the ``ends``, none of which is before ``size``."""
+    before = _digest(memoryview(body)[:size])
+    return [_digest(before + body[size:end]) for end in ends]
+
+
+def _containers(text: bytes) -> int:
+    """Return how many lists and objects there are in JSON, at most."""
+    # where a byte is rare, removing it takes a tenth of the time of ``count``
+    return sum([len(text) - len(text.replace(byte, b"")) for byte in (b"[", b"{")])
+
+
+def _same(one: memoryview, other: memoryview) -> bool:
+    whole: Any = one.obj
+    return len(one) == len(other) and whole.startswith(other)
 
 
 def _beginning(body: bytes, end: int) -> Conversation | None:
@@ -277,7 +327,7 @@ def _beginning(body: bytes, end: int) -> Conversation | None:
         return None
     if not head.messages or head.messages.pop().role != _NO_ROLE:
         return None
-    return Conversation(prefix, head.messages, head)
+    return Conversation.of(prefix, head)
 
 
 def _likely_end(body: bytes) -> int:
@@ -302,8 +352,3 @@ def _end_of_last_but_one(body: bytes) -> int:
 def _before(body: bytes, last: int) -> memoryview:
     """Return what ends with the last message but one; ``last`` is where the last one begins."""
     return memoryview(body)[: body.rindex(b"}", 0, last) + 1]
-
-
-def _key(conversation: Conversation) -> tuple[int, bytes]:
-    size = len(conversation.prefix) // _STEP * _STEP
-    return size, bytes(conversation.prefix[size - _MARK : size])

@@ -25,13 +25,14 @@ from gateway.prompt.engine import (
     chunk_extras,
     without_tensors,
 )
-from gateway.prompt.growth import Conversation, Conversations, Reading
+from gateway.prompt.growth import Conversation, Conversations
 from gateway.prompt.harmony import HarmonyRenderer
 from gateway.prompt.model import Model, load_models
 from gateway.prompt.parsing import parse_request
 from gateway.prompt.passing import with_token_ids
 from gateway.prompt.plan import Pieces
 from gateway.prompt.prompt import Prompt
+from gateway.prompt.reading import Reading
 from gateway.prompt.renderer import ChatRenderer
 from gateway.prompt.request import (
     ABSENT,
@@ -42,7 +43,7 @@ from gateway.prompt.request import (
     MessagesRequest,
     ResponsesRequest,
 )
-from gateway.prompt.segments import SEGMENTS_AT_ONCE, Segment, SegmentCache
+from gateway.prompt.segments import Segment, SegmentCache
 from gateway.prompt.selfcheck import SelfCheck
 from gateway.prompt.source import Source
 from gateway.prompt.template import TemplateError
@@ -165,9 +166,7 @@ class PromptPipeline:
                 return prompt or await self._before_media(request, outlined, model, root)
             texts = await self._rendered(request, outlined, model.renderer)
         if request.conversation is not None and not request.add_special_tokens:
-            prompt = await self._going_on(request.conversation, texts, model.segments, root)
-            if prompt is not None:
-                return prompt
+            return await self._going_on(request.conversation, texts, model.segments, root)
         segments = await model.segments.get(texts)
         if request.add_special_tokens:
             segments = [*model.before, *segments, *model.after]
@@ -175,16 +174,14 @@ class PromptPipeline:
 
     async def _going_on(
         self, conversation: Conversation, texts: Sequence[Pieces], cache: SegmentCache, root: Link
-    ) -> Prompt | None:
-        """Return the prompt of a conversation that begins as it was read before; None where very much is new."""
+    ) -> Prompt:
+        """Return the prompt of a conversation that begins as it was read before."""
         reading = conversation.reading
         if reading is None or reading.cache is not cache or reading.root is not root:
             reading = Reading(cache, root)
         n_common = reading.common(texts)
-        if len(texts) - n_common > SEGMENTS_AT_ONCE:
-            return None
         added = await cache.get(texts[n_common:])
-        conversation.reading = reading = reading.going_on(texts, n_common, added, self._chains)
+        conversation.reading = reading = await reading.going_on(texts, n_common, added, self._chains)
         return Prompt(reading.tokens, reading.hashes, True, reading.parts, tokenized=True)
 
     async def _rendered(self, request: ChatRequest, outlined: Outline, renderer: ChatRenderer) -> Sequence[Pieces]:

@@ -21,7 +21,7 @@ from gateway.prompt.tokenizer import AddedToken, Encoder
 from gateway.tasks import spawn
 from policies.chunks import TOKEN_BYTES
 
-SEGMENTS_AT_ONCE: Final = 2_000
+SEGMENTS_AT_ONCE: Final = 500
 """After so many, other streams get their turn."""
 
 _SEGMENT_OVERHEAD: Final = 300  # bytes of Python objects per cached segment

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prompt.growth import LEAST_BYTES, Conversations
+from gateway.prompt.growth import LEAST_BYTES, Conversation, Conversations
 from gateway.prompt.parsing import parse_request
+from gateway.prompt.pipeline import PromptPipeline
 from gateway.prompt.request import ChatRequest
+from tests.prompt_rig import candidates, config, ids_of
 
 PATH = "/v1/chat/completions"
 LONG = {"role": "system", "content": "You are a careful engineer. " * (LEAST_BYTES // 20)}
@@ -75,6 +78,79 @@ def test_a_continued_chat_reads_as_it_would_alone(before, turns, after, separato
         assert seen(parse_request(PATH, raw, known)) == alone
 
 
+# Beginnings that differ in one word, at their start, in between or at their end, where little else tells them apart.
+ALIKE = [
+    [{"role": "system", "content": text}, *others]
+    for text in (
+        LONG["content"],
+        LONG["content"].replace("careful", "Careful", 1),
+        LONG["content"] + "Rome.",
+        LONG["content"] + "Oslo.",
+        LONG["content"] * 5,
+        LONG["content"] * 2 + "Rome." + LONG["content"] * 2,
+        LONG["content"] * 2 + "Oslo." + LONG["content"] * 2,
+    )
+    for others in ([], [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hello!"}])
+]
+TOOLS = [{"type": "function", "function": {"name": f"f{n}", "parameters": {"role": {"a": n}}}} for n in range(60)]
+ORDERS = [
+    ({"model": "tiny", "tools": TOOLS}, {}),
+    ({}, {"model": "tiny", "tools": TOOLS}),
+    ({"model": "tiny"}, {"stream": True}),
+    ({}, {"model": "tiny"}),
+]
+said = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]), "content": st.sampled_from(["yes", "no!", "go on " * 400])}
+) | messages.filter(lambda message: "tool_calls" not in message)
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> list[bytes]:
+    """Return bodies of chats that begin alike, grow, part from each other and come again."""
+    chats = [draw(st.sampled_from(ALIKE)) for _ in range(3)]
+    orders = draw(st.lists(st.sampled_from(ORDERS), min_size=1, max_size=2))
+    separators = draw(st.sampled_from([(",", ":"), (", ", ": ")]))
+    bodies = []
+    for _ in range(draw(st.integers(4, 20))):
+        chat = draw(st.sampled_from(chats))
+        chat = chat[: draw(st.integers(1, len(chat)))] if draw(st.booleans()) else chat
+        chat = [*chat, *draw(st.lists(said, max_size=3))]
+        chats.append(chat)
+        before, after = draw(st.sampled_from(orders))
+        bodies.append(body(before, chat, after, separators))
+    return bodies
+
+
+@given(bodies=traffic(), max_bytes=st.sampled_from([10**6, 10**8]))
+def test_of_all_kept_conversations_the_longest_is_found_and_reads_as_it_would_alone(bodies, max_bytes):
+    known = Conversations(max_bytes)
+    for raw in bodies:
+        found = known._find(raw)
+        if max_bytes == 10**8:  # nothing was given up
+            kept = [entry for entry in known._known.entries.values() if isinstance(entry, Conversation)]
+            lengths = [len(entry.prefix) for entry in kept if raw.startswith(entry.prefix)]
+            assert (len(found.prefix) if found else 0) == max(lengths, default=0)
+        assert seen(parse_request(PATH, raw, known)) == seen(parse_request(PATH, raw))
+        assert sum(entry.cost for entry in known._known.entries.values()) == known._known.bytes <= max_bytes
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[PromptPipeline]:
+    pipeline = PromptPipeline(config())
+    yield pipeline
+    pipeline._executor.shutdown()
+
+
+@given(bodies=traffic())
+async def test_the_prompt_of_a_known_conversation_is_the_one_it_would_be_alone(pipeline, bodies):
+    for raw in bodies:
+        prompt, alone = [
+            await pipeline.prompt(request, candidates())
+            for request in (pipeline.parse(PATH, raw), parse_request(PATH, raw))
+        ]
+        assert (ids_of(prompt), prompt.chunks, prompt.tokens) == (ids_of(alone), alone.chunks, alone.tokens)
+
+
 @given(cut=st.integers(1, 60), other=st.sampled_from([b"}", b"]", b",", b'"', b"{", b"\\", b"x"]))
 def test_a_broken_continuation_is_refused_as_it_would_be_alone(cut, other):
     known = Conversations(10**7)
@@ -93,7 +169,6 @@ def test_a_broken_continuation_is_refused_as_it_would_be_alone(cut, other):
 def test_the_next_request_of_a_conversation_shares_the_messages_of_the_last():
     known = Conversations(10**7)
     chat = [LONG, {"role": "user", "content": "first"}]
-    parse_request(PATH, body({"model": "m"}, [*chat[:1], {"role": "user", "content": "unlike"}], {}, (",", ":")), known)
     first = parse_request(PATH, body({"model": "m"}, chat, {"stream": True}, (",", ":")), known)
     chat += [{"role": "assistant", "content": "answer", "tool_calls": []}, {"role": "user", "content": "second"}]
     second = parse_request(PATH, body({"model": "m"}, chat, {"max_tokens": 3}, (",", ":")), known)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.prompt import tokenizer as module
 from gateway.prompt.chains import Chains
-from gateway.prompt.growth import Reading
+from gateway.prompt.reading import Reading
 from gateway.prompt.segments import Cutter, Segment, SegmentCache, is_certain
 from gateway.prompt.tokenizer import AddedToken, FastEncoder, HuggingFaceEncoder, pack
 from policies.chunks import ChunkHasher
@@ -127,7 +127,7 @@ async def test_extended_chains_are_those_of_the_whole_sequence(runs, chunk_token
 
 
 @given(runs=conversations, kept=st.lists(st.integers(0, 8), min_size=6, max_size=6), chunk_tokens=st.integers(1, 5))
-def test_what_goes_on_with_a_reading_is_what_it_would_be_alone(runs, kept, chunk_tokens):
+async def test_what_goes_on_with_a_reading_is_what_it_would_be_alone(runs, kept, chunk_tokens):
     hasher = ChunkHasher(chunk_tokens)
     chains = Chains(hasher, 2**20)
     known: dict[tuple[int, ...], Segment] = {}
@@ -139,7 +139,7 @@ def test_what_goes_on_with_a_reading_is_what_it_would_be_alone(runs, kept, chunk
         added = segments_of(run, known)
         texts = [*reading.texts[:n_kept], *(f"text {segment.number}" for segment in added)]
         parts = [*reading.parts[:n_kept], *(segment.ids for segment in added)]
-        reading = reading.going_on(texts, n_kept, added, chains)
+        reading = await reading.going_on(texts, n_kept, added, chains)
         assert reading.common(texts) == len(texts)
         assert (reading.parts, reading.tokens) == (parts, len(b"".join(parts)) // 4)
         assert reading.hashes == hasher.chain(hasher.root("m"), b"".join(parts))
