@@ -268,7 +268,7 @@ class _Generating(Response):
         while not self._answer.written:
             if not await self._more():
                 return
-            data = self._answer.chunks()
+            data = self._answer.chunks() if cut is None else self._answer.chunks(cut.after_tokens)
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             if cut is not None and self._answer.tokens_written >= cut.after_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -218,11 +219,16 @@ class Answer:
         rest = {"choices": choices, "system_fingerprint": FINGERPRINT, "usage": self._usage()}
         return _json(self._head | rest | {"kv_transfer_params": kv_transfer_params})
 
-    def chunks(self) -> bytes:
-        """Return the events for what was generated since the last call, b"" for nothing."""
+    def chunks(self, most: int = sys.maxsize) -> bytes:
+        """Return the events for what was generated since the last call, b"" for nothing.
+
+        Args:
+            most: how many tokens are written in all.
+        """
         written = []
         for index, generation in enumerate(self._generations):
-            first, last = self._written[index], generation.request.generated
+            first = self._written[index]
+            last = min(generation.request.generated, first + most - self.tokens_written)
             if first == last or (first and not generation.done and last - first < self._interval):
                 continue
             if not first and self._shape is CHAT:

@@ -93,5 +93,5 @@ def test_recorded_conversations_find_as_much_cached_as_with_events_over_small_ca
 def test_recorded_conversations_find_as_much_cached_as_with_events_in_caches_of_any_size(
     capacity_tokens: int, requests: int
 ) -> None:
-    traces = [conversations(requests, capacity_tokens, seed) for seed in range(3)]
+    traces = [conversations(requests, capacity_tokens, seed) for seed in range(6)]
     assert_close([hit_rates(trace, 4, capacity_tokens) for trace in traces])
