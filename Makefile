@@ -24,7 +24,7 @@ test: $(VENV)/ready ## the fast tests (under five minutes on two cores)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/ready ## the fast tests, the slow ones, and five times as many examples of every property
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not e2e' --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not e2e' --hypothesis-profile=thorough --timeout=300
 
 lint: $(VENV)/ready ## ruff and mypy
 	$(BIN)/ruff check .
