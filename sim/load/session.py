@@ -73,6 +73,7 @@ class LoadSession:
         key = os.environ.get(options.api_key_env, "")
         LoadUser.target = Target(options.model or find_model(url, key), key, options.ignore_eos)
         LoadUser.schedule = Schedule(scenario, *self._part)
+        LoadUser.given_up = []
         self._watch = ClientWatch(lambda: self._environment.runner.user_count if self._environment.runner else 0)
 
     def prepare_at_start(self) -> None:

@@ -190,6 +190,35 @@ async def test_a_test_that_is_ended_reports_what_there_is(end: signal.Signals, t
 
 
 @pytest.mark.slow
+async def test_requests_that_are_not_answered_in_the_end_have_failed() -> None:
+    program = """
+import json, sys
+from sim.load.scenario import read_scenario
+scenario = read_scenario("tenants:requests=2", loop="closed")
+from sim.load.headless import LoadOptions, run_load
+options = LoadOptions(sys.argv[1], "two", users=2, model="m", duration_s=0.5, drain_s=0.2)
+print(json.dumps(run_load(options, scenario, lambda *_: None).summary))
+"""
+    started: Script = [HEAD, token("a"), 3.0]
+    after_that: Script = []
+    with scripted(started, after_that) as server:
+        code, out, err = await run(sys.executable, "-c", program, f"http://127.0.0.1:{server.port}")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["answered"], found["failed"]) == (0, 2)
+    assert found["errors"] == {"not answered within 0.2 s after the end of the test": 2}
+
+
+async def test_models_are_shown_as_they_are_called_and_what_is_not_reported_is_not_zero() -> None:
+    with scripted([HEAD, token("a"), token("b"), event("[DONE]"), END]) as server:
+        words = ("--model", "[/models/tiny]", "--url", f"http://127.0.0.1:{server.port}")
+        code, out, err = await run(*kvway("load", "tenants:requests=1", *words))
+    assert code == 0, err
+    assert "[/models/tiny]" in out
+    assert re.search(r"output tokens/s\W+not reported", out)
+
+
+@pytest.mark.slow
 async def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
     traffic = "tenants:requests=12,rate=50,output_tokens=100"
     async with worker_and_client(speed=2.0) as (worker, _):
