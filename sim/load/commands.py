@@ -172,7 +172,7 @@ def _print(result: LoadResult, as_json: bool) -> None:
     table.add_column(result.summary["model"], justify="right")
     for name, value in figures(result.summary):
         table.add_row(name, value)
-    console.print(table)
+    console.print(table, markup=False)
     for step in result.summary.get("ramp", ()):
         console.print(
             f"{step['users']:>5} users: {step['requests_per_s']:.2f} requests/s, TTFT p90 {step['ttft_p90_s']:.3f} s",
