@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 from helm_python import lint
 from helm_python.errors import HelmError
 from typer.main import get_command
@@ -283,6 +285,52 @@ def test_discovery_may_look_where_it_is_told_to_and_nowhere_else():
     assert roles == {"x": ["pods"], "y": ["pods", "services"]}
 
 
+def test_pods_that_are_all_replaced_at_once_have_no_rolling_update():
+    assert find(render(WORKER, {"strategy": {"type": "Recreate"}}), "Deployment")["spec"]["strategy"] == {
+        "type": "Recreate"
+    }
+    slower = find(render(WORKER, {"strategy": {"rollingUpdate": {"maxSurge": 2}}}), "Deployment")["spec"]["strategy"]
+    assert slower == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 2, "maxUnavailable": 0}}
+
+
+def test_the_environment_has_what_users_give_once():
+    """Server-side apply refuses a name that comes twice."""
+    home = [{"name": "HF_HOME", "value": "/models"}]
+    tokenizer = {"source": "download", "download": {"repositories": ["org/a"], "env": home}}
+    spec = pod(render(WORKER, {"env": home, "tokenizer": tokenizer}))
+    assert [container["env"] for container in spec["containers"] + spec["initContainers"]] == [home, home]
+
+
+def sections(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield (*path, key)
+            yield from sections(value, (*path, key))
+
+
+SECTIONS = list(sections(yaml.safe_load((chart.CHART / "values.yaml").read_text())))
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=".".join)
+def test_a_section_with_nothing_in_it_is_taken_or_named(path):
+    """What is written as ``redis:`` with all its keys commented out is null, and Helm takes the defaults away, too."""
+    empty: Any = None
+    for key in reversed(path):
+        empty = {key: empty}
+    try:
+        objects = render(SIMULATED, empty)
+    except HelmError as error:
+        assert f"missing property '{path[-1]}'" in str(error)
+    else:
+        assert {mistake(json.dumps(each, sort_keys=True), "1.37") for each in objects} == {""}
+
+
+def test_a_chart_that_depends_on_it_may_switch_it_on_and_pass_it_globals():
+    render(SIMULATED, {"enabled": True, "global": {"imageRegistry": "x"}})
+    with pytest.raises(HelmError, match="/enabled"):
+        render(SIMULATED, {"enabled": False})
+
+
 def test_the_autoscaler_takes_over_the_number_of_replicas():
     objects = render(WORKER, {"autoscaling": {"enabled": True, "targetInFlightTokens": 2_000_000}})
     assert "replicas" not in find(objects, "Deployment")["spec"]
@@ -371,6 +419,8 @@ MISTAKES = [
     (SIMULATED | {"config": {"server": {"admin_port": 8000}}}, "are both 8000"),
     (SIMULATED | {"config": {"server": {"drain_s": None}}}, "/config/server.*drain_s"),
     (SIMULATED | {"config": {"server": None}}, "/config.*server"),
+    (SIMULATED | {"startupProbe": None}, "'': missing property 'startupProbe'"),
+    (SIMULATED | {"redis": {"passwordSecret": {"name": "redis", "key": None}}}, "/redis/passwordSecret.*'key'"),
     (SIMULATED | {"image": {"repository": "kvway@sha256:0"}}, "/image/repository"),
     (SIMULATED | {"service": {"nodePort": 30080}}, "service.nodePort is for"),
     (SIMULATED | {"secretFiles": [{"name": "a"}, {"name": "a"}]}, "/secretFiles"),
@@ -398,6 +448,8 @@ MISTAKES = [
     (SIMULATED | {"terminationGracePeriodSeconds": 60}, "at least .* = 310"),
     (SIMULATED | {"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is above"),
     (SIMULATED | {"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": 0}}, "no target"),
+    (SIMULATED | {"autoscaling": {"enabled": True}, "resources": {"requests": None}}, "resources.requests.cpu"),
+    (SIMULATED | {"ingress": {"enabled": True, "hosts": []}}, "/ingress/hosts"),
     (SIMULATED | {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}, "enable one"),
     (SIMULATED | {"httpRoute": {"enabled": True}}, "parentRefs"),
     (SIMULATED | {"loadTest": {"url": "kvway:80"}}, "/loadTest/url"),

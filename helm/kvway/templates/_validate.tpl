@@ -60,6 +60,10 @@
 {{- if not (or $values.autoscaling.targetCPUUtilizationPercentage $values.autoscaling.targetInFlightTokens) -}}
 {{- fail "autoscaling has no target; set targetCPUUtilizationPercentage or targetInFlightTokens" -}}
 {{- end -}}
+{{- $resources := $values.resources | default dict -}}
+{{- if and $values.autoscaling.targetCPUUtilizationPercentage (not (or ($resources.requests).cpu ($resources.limits).cpu)) -}}
+{{- fail "autoscaling.targetCPUUtilizationPercentage is a share of resources.requests.cpu, which must be given" -}}
+{{- end -}}
 {{- end -}}
 {{- if and $values.serviceMonitor.enabled $values.podMonitor.enabled -}}
 {{- fail "serviceMonitor and podMonitor would both scrape every pod; enable one of them" -}}
