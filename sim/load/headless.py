@@ -18,6 +18,7 @@ from gevent.event import Event
 from locust.env import Environment
 from locust.runners import STATE_STOPPED, LocalRunner
 
+from sim.load.endpoint import base_url, shown_url
 from sim.load.health import Window
 from sim.load.ramp import RampToSaturation
 from sim.load.recorder import Recorder, client_summary
@@ -108,8 +109,8 @@ def run_load(options: LoadOptions, scenario: Scenario, progress: Progress) -> Lo
         recorder.on_request({ANSWER: answer}, too_late)
     for crash in runner.exceptions.values():
         recorder.errors[f"the load generator failed: {crash['msg']}"] += crash["count"]
-    found: dict[str, Any] = {"url": environment.host, "scenario": options.scenario, "model": LoadUser.target.model}
-    found |= recorder.summary() | {"client": client_summary(windows)}
+    found: dict[str, Any] = {"url": shown_url(base_url(options.url)), "scenario": options.scenario}
+    found |= {"model": LoadUser.target.model} | recorder.summary() | {"client": client_summary(windows)}
     if isinstance(environment.shape_class, RampToSaturation):
         found["ramp"] = environment.shape_class.summary()
     return LoadResult(found, recorder, windows, began)

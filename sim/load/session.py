@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import gevent
@@ -12,7 +11,7 @@ from locust.env import Environment
 from locust.rpc.protocol import Message
 from locust.runners import MasterRunner, WorkerRunner
 
-from sim.load.endpoint import base_url, find_model
+from sim.load.endpoint import base_url, find_model, read_api_key
 from sim.load.health import ClientWatch, Window
 from sim.load.scenario import API_PATHS, LOOPS, Scenario, read_scenario
 from sim.load.schedule import Schedule
@@ -70,7 +69,7 @@ class LoadSession:
         options: Any = self._environment.parsed_options
         scenario = scenario or _scenario(options)
         self._environment.host = url = base_url(self._environment.host or "")
-        key = os.environ.get(options.api_key_env, "")
+        key = read_api_key(options.api_key_env)
         LoadUser.target = Target(options.model or find_model(url, key), key, options.ignore_eos)
         LoadUser.schedule = Schedule(scenario, *self._part)
         LoadUser.given_up = []

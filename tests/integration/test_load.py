@@ -122,7 +122,7 @@ async def test_a_stream_is_timed_as_its_parts_arrive_and_what_is_wrong_with_one_
         code, out, err = await run(
             *kvway("load", f"tenants:requests={len(scripts)}", "--loop", "closed", "--users", 1, "--model", "m"),
             *("--url", f"http://127.0.0.1:{server.port}/v1", "--csv", tmp_path / "rows.csv", "--json", "--ignore-eos"),
-            OPENAI_API_KEY="secret",
+            OPENAI_API_KEY="secret\n",  # as it is in a Secret made of a file
         )
     assert code == 1, err
     found = json.loads(out)
@@ -141,7 +141,7 @@ async def test_a_stream_is_timed_as_its_parts_arrive_and_what_is_wrong_with_one_
         assert any(problem in message for message in found["errors"]), (problem, found["errors"])
     head, _, body = server.requests[0].partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/chat/completions ")
-    assert b"authorization: bearer secret" in head.lower()
+    assert b"authorization: bearer secret\r\n" in head.lower() + b"\r\n"
     sent = json.loads(body)
     assert sent["stream_options"] == {"include_usage": True}
     assert (sent["model"], sent["ignore_eos"]) == ("m", True)
@@ -211,11 +211,12 @@ print(json.dumps(run_load(options, scenario, lambda *_: None).summary))
 
 async def test_models_are_shown_as_they_are_called_and_what_is_not_reported_is_not_zero() -> None:
     with scripted([HEAD, token("a"), token("b"), event("[DONE]"), END]) as server:
-        words = ("--model", "[/models/tiny]", "--url", f"http://127.0.0.1:{server.port}")
+        words = ("--model", "[/models/tiny]", "--url", f"http://me:hidden@127.0.0.1:{server.port}")
         code, out, err = await run(*kvway("load", "tenants:requests=1", *words))
     assert code == 0, err
     assert "[/models/tiny]" in out
     assert re.search(r"output tokens/s\W+not reported", out)
+    assert "hidden" not in out + err
 
 
 @pytest.mark.slow
