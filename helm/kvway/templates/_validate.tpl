@@ -16,6 +16,11 @@
 {{- if not (and $server.port $server.admin_port) -}}
 {{- fail "config.server.port and config.server.admin_port must be given: probes and Services lead there" -}}
 {{- end -}}
+{{- range list "host" "admin_host" -}}
+{{- if regexMatch "^(127[.]|::1$|localhost$)" (get $server . | default "" | toString) -}}
+{{- fail (printf "config.server.%s is %s, which the kubelet and Services do not reach; keep the admin port in with networkPolicy" . (get $server .)) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq (int $server.port) (int $server.admin_port) -}}
 {{- fail (printf "config.server.port and config.server.admin_port are both %d; the admin port must be another one" (int $server.port)) -}}
 {{- end -}}
