@@ -219,7 +219,7 @@ def test_large_and_small_numbers_reach_the_gateway_as_they_were_written():
     [
         ({"mode": "bundled"}, "one", [("kvway-valkey", 6379)]),
         ({"mode": "standalone", "hosts": ["r:6380"], "database": 3}, "one", [("r", 6380)]),
-        ({"mode": "sentinel", "hosts": ["s1", "s2:1"]}, "sentinel", [("s1", 26379), ("s2", 1)]),
+        ({"mode": "sentinel", "hosts": ["s1", "[fd00::1]:1"]}, "sentinel", [("s1", 26379), ("fd00::1", 1)]),
         ({"mode": "cluster", "hosts": ["a:1", "b:2"], "tls": {"enabled": True}}, "cluster", [("a", 1), ("b", 2)]),
     ],
 )
@@ -362,6 +362,19 @@ def test_monitors_select_the_admin_port_once():
     assert find(objects, "ServiceMonitor")["spec"]["endpoints"][0]["port"] == services[0]["spec"]["ports"][0]["name"]
 
 
+def test_names_of_digits_stay_names():
+    sources = [{"selector": "app=a", "namespaces": ["42"]}]
+    values = {"fullnameOverride": "kvway", "config": {"discovery": {"kubernetes": sources}}, "rbac": {"nodes": True}}
+    objects = render(SIMULATED, values, {"serviceAccount": {"name": "99"}}, name="1234", namespace="0123")
+    assert {mistake(json.dumps(each, sort_keys=True), "1.37") for each in objects} == {""}
+
+
+@pytest.mark.parametrize("name", ["1234", "a.b"])
+def test_a_release_whose_name_no_service_can_have_is_told_what_to_do(name):
+    with pytest.raises(HelmError, match=f"cannot be called {name}-kvway.*set fullnameOverride"):
+        render(SIMULATED, name=name)
+
+
 def test_two_releases_in_one_namespace_do_not_meet():
     first, second = ({(e["kind"], e["metadata"]["name"]) for e in render(SIMULATED, name=n)} for n in ("a", "b"))
     assert not first & second
@@ -437,6 +450,9 @@ MISTAKES = [
     (SIMULATED | {"redis": {"mode": "sentinal"}}, "/redis/mode"),
     (SIMULATED | {"redis": {"mode": "cluster"}}, "redis.hosts must name"),
     (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["a", "b"]}}, "one server"),
+    (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["a:redis"]}}, "/redis/hosts/0"),
+    (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["fd00::1"]}}, "/redis/hosts/0"),
+    (SIMULATED | {"redis": {"sentinelService": "my/primary"}}, "/redis/sentinelService"),
     (SIMULATED | {"redis": {"tls": {"enabled": True}}}, "redis.tls are for existing servers"),
     (SIMULATED | {"redis": {"username": "me"}}, "redis.username .* for existing servers"),
     (

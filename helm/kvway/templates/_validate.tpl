@@ -2,6 +2,9 @@
 {{- define "kvway.validate" -}}
 {{- $values := .Values -}}
 {{- $server := $values.config.server -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "kvway.fullname" .)) -}}
+{{- fail (printf "a Service cannot be called %s, as this release's name makes it; set fullnameOverride to letters, digits and -" (include "kvway.fullname" .)) -}}
+{{- end -}}
 {{- $index := $values.config.index | default dict -}}
 {{- $found := $values.config.discovery | default dict -}}
 {{- if not (or $values.config.workers $found.kubernetes $found.dns $found.files $values.simulatedWorkers.enabled) -}}
