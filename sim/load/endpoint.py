@@ -55,6 +55,9 @@ def find_model(url: str, api_key: str) -> str:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(f"no endpoint answers at {where}: {error}") from None
+    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        key = "does not accept the API key" if api_key else "wants an API key"
+        raise ValueError(f"{where} {key} (status {answer.status_code}); put it into OPENAI_API_KEY (--api-key-env)")
     if answer.status_code != httpx.codes.OK:
         raise ValueError(f"{where}/v1/models answers with status {answer.status_code}; name the model with --model")
     try:
