@@ -74,11 +74,11 @@ def load(
     ] = False,
 ) -> None:
     """Load-test an OpenAI-compatible endpoint: exit code 0 all answered, 1 requests failed, 2 it could not run."""
-    from sim.load.scenario import read_scenario
+    from sim.load.scenario import ramp_loop, read_scenario
 
     try:
         _check(url, report, save, rows)
-        wanted = read_scenario(scenario, seed, loop, api, speed, first)
+        wanted = read_scenario(scenario, seed, ramp_loop(loop) if ramp else loop, api, speed, first)
         # Only now: it replaces the standard library's sockets with gevent's.
         from sim.load.headless import LoadOptions, run_load
 

@@ -49,7 +49,10 @@ class RampToSaturation(LoadTestShape):
 
     Attributes:
         steps: those that are over.
+        is_ramp: tells it from shapes of others.
     """
+
+    is_ramp = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

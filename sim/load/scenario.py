@@ -232,6 +232,17 @@ def _first(units: Sequence[Unit], requests: int) -> list[Unit]:
     return kept
 
 
+def ramp_loop(loop: str) -> str:
+    """Return the loop of a ramp: only in a closed one do more users send more.
+
+    Raises:
+        ValueError: another one is wanted.
+    """
+    if loop not in ("", "closed"):
+        raise ValueError(f"a ramp is in a closed loop, where more users send more; leave out --loop {loop}")
+    return "closed"
+
+
 def read_scenario(
     source: str, seed: int = 0, loop: str = "", api: str = "chat", load: float = 1.0, first: int = 0
 ) -> Scenario:

@@ -236,11 +236,12 @@ async def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
 async def test_a_ramp_ends_with_its_last_step() -> None:
     async with worker_and_client() as (worker, _):
         words = ("--ramp", "--ramp-step", 1, "--ramp-most", 2, "--url", worker.url, "--json")
-        code, out, err = await run(*kvway("load", "chat:sessions=500,think_s=0.05", *map(str, words)))
+        # Whose loop is open where none is said: then no number of users would send more.
+        code, out, err = await run(*kvway("load", "tenants:requests=5000,rate=1", *map(str, words)))
     assert code == 0, err
     steps = json.loads(out)["ramp"]
     assert [step["users"] for step in steps] == [1, 2]
-    assert all(step["requests_per_s"] > 0 for step in steps)
+    assert all(step["requests_per_s"] > 2 for step in steps)
 
 
 @pytest.mark.slow
@@ -259,6 +260,15 @@ async def test_locust_divides_a_scenario_between_its_processes(tmp_path: Path) -
 
 
 @pytest.mark.slow
+async def test_locust_ramps_in_a_closed_loop_only() -> None:
+    files = ",".join(str(ROOT / "sim" / "load" / name) for name in ("locustfile.py", "ramp.py"))
+    locust = (sys.executable, "-m", "locust", "-f", files, "--headless", "--host", "http://127.0.0.1:1")
+    code, _, err = await run(*locust, "--scenario", "rag", "--loop", "open")
+    assert code == 2
+    assert "leave out --loop open" in err
+
+
+@pytest.mark.slow
 async def test_locust_ends_where_there_is_no_such_scenario() -> None:
     locust = (sys.executable, "-m", "locust", "-f", ROOT / "sim" / "load" / "locustfile.py", "--headless")
     code, _, err = await run(*locust, "--host", "http://127.0.0.1:1", "--scenario", "chta")
@@ -272,6 +282,7 @@ async def test_locust_ends_where_there_is_no_such_scenario() -> None:
         (("chta",), "Did you mean 'chat'"),
         (("--url", "127.0.0.1:8000"), "no URL"),
         (("--loop", "round"), "closed, sessions, open"),
+        (("--ramp", "--loop", "open"), "leave out --loop open"),
         (("--save", "missing/r.json"), "does not exist"),
     ],
 )
