@@ -113,6 +113,7 @@ def run_load(options: LoadOptions, scenario: Scenario, progress: Progress) -> Lo
     found |= {"model": LoadUser.target.model} | recorder.summary() | {"client": client_summary(windows)}
     if isinstance(environment.shape_class, RampToSaturation):
         found["ramp"] = environment.shape_class.summary()
+        found["saturated"] = environment.shape_class.is_saturated
     return LoadResult(found, recorder, windows, began)
 
 

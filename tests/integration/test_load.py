@@ -239,7 +239,9 @@ async def test_a_ramp_ends_with_its_last_step() -> None:
         # Whose loop is open where none is said: then no number of users would send more.
         code, out, err = await run(*kvway("load", "tenants:requests=5000,rate=1", *map(str, words)))
     assert code == 0, err
-    steps = json.loads(out)["ramp"]
+    found = json.loads(out)
+    assert found["saturated"] is False  # it ended at --ramp-most
+    steps = found["ramp"]
     assert [step["users"] for step in steps] == [1, 2]
     assert all(step["requests_per_s"] > 2 for step in steps)
 

@@ -95,6 +95,12 @@ def test_a_client_without_cpu_or_late_is_saturated_and_the_result_says_so(
     assert any("saturated" in remark for remark in remarks(found)) == saturated
 
 
+@pytest.mark.parametrize(("saturated", "remarked"), [({}, 0), ({"saturated": True}, 0), ({"saturated": False}, 1)])
+def test_a_ramp_that_does_not_saturate_the_endpoint_is_remarked(saturated: dict[str, bool], remarked: int) -> None:
+    found = remarks({**recorded(answer()).summary(), "client": client_summary([]), **saturated})
+    assert len([each for each in found if "before the endpoint was saturated" in each]) == remarked
+
+
 def test_requests_that_went_out_late_are_remarked() -> None:
     found = recorded(answer(late_s=2.0)).summary() | {"client": client_summary([])}
     assert "more users" in remarks(found)[0]
