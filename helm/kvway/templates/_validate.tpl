@@ -24,6 +24,11 @@
 {{- fail (printf "config.server.%s is %s, which the kubelet and Services do not reach; keep the admin port in with networkPolicy" . (get $server .)) -}}
 {{- end -}}
 {{- end -}}
+{{- range $values.env -}}
+{{- if regexMatch "^KVWAY_(SERVER__((ADMIN_)?(HOST|PORT)|DRAIN_S)|DISCOVERY__KUBERNETES)$" (.name | default "") -}}
+{{- fail (printf "env sets %s past the chart, whose probes, Services, grace period and rights follow config; set it there" .name) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq (int $server.port) (int $server.admin_port) -}}
 {{- fail (printf "config.server.port and config.server.admin_port are both %d; the admin port must be another one" (int $server.port)) -}}
 {{- end -}}
