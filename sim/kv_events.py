@@ -129,6 +129,7 @@ class EventPublisher:
         self._router = zmq.asyncio.Socket(self._context, zmq.ROUTER) if replay_endpoint else None
         try:
             if connect:
+                self._pub.ipv6 = "[" in endpoint
                 self._pub.connect(endpoint)
                 self.endpoint = endpoint
             else:
@@ -178,6 +179,7 @@ class EventPublisher:
 
 def _bind(socket: zmq.Socket[Any], endpoint: str) -> str:
     """Bind and return the endpoint, with the port that the system chose in place of port 0."""
+    socket.ipv6 = "[" in endpoint
     socket.bind(endpoint)
     if not endpoint.endswith(":0"):
         return endpoint

@@ -112,6 +112,7 @@ class Writer:
         if self._proxy is None:
             self._context = zmq.asyncio.Context()
             self._proxy = self._context.socket(zmq.PUSH)
+            self._proxy.ipv6 = "[" in self._settings.lmcache_proxy
             self._proxy.connect(self._settings.lmcache_proxy)
         for _ in spec.receiver_init_port:
             await self._proxy.send(_encode({"type": "ProxyNotif", "req_id": spec.req_id}))

@@ -125,6 +125,7 @@ class Publisher:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.sndhwm = replay_hwm
         endpoint, replay_endpoint = endpoints or ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        self._pub.ipv6 = self._router.ipv6 = "[" in endpoint
         if connect_to is None:
             self._pub.bind(endpoint)
         else:
@@ -185,6 +186,15 @@ def free_endpoint() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def without_ipv6() -> bool:
+    """Return whether this machine has no IPv6 loopback."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return False
+    except OSError:
+        return True
 
 
 async def until(condition: Callable[[], Any], within_s: float = 10.0) -> None:

@@ -79,6 +79,7 @@ def print_explanation(explanation: dict[str, Any], console: Console) -> None:
         f"{explanation['expected_hit_tokens']:,} of {explanation['prompt_tokens']:,} prompt tokens cached, "
         f"first token in {explanation['predicted_ttft_s']:.3f} s",
         highlight=False,
+        markup=False,  # [fd00::1]:8000 is a worker
     )
     console.print(line_of(explanation["prefill"]), highlight=False)
     candidates = sorted(explanation["candidates"], key=lambda row: (not row["chosen"], row.get("cost", 0.0)))
@@ -89,7 +90,7 @@ def print_explanation(explanation: dict[str, Any], console: Console) -> None:
     for term in shown[0]:
         if term not in ("worker", "chosen") and any(row[term] for row in shown):
             table.add_row(term, *(_cell(row[term]) for row in shown))
-    console.print(table)
+    console.print(table, markup=False)
     if len(candidates) > len(shown):
         console.print(f"{len(candidates) - len(shown)} more candidates: --json prints them all")
 

@@ -17,16 +17,17 @@ def print_lookup(answer: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"{answer['model']}: {answer['prompt_tokens']:,} prompt tokens in chunks of {answer['chunk_tokens']}{exact}",
         highlight=False,
+        markup=False,
     )
-    console.print(_holders("worker", answer["workers"]))
+    console.print(_holders("worker", answer["workers"]), markup=False)
     coordinator = answer["coordinator"]
     if coordinator is None:
         return
     if "problem" in coordinator:
-        console.print(f"LMCache: {coordinator['problem']}", highlight=False)
+        console.print(f"LMCache: {coordinator['problem']}", highlight=False, markup=False)
     else:
         console.print(f"LMCache, {coordinator['chunks']} chunks of its own:", highlight=False)
-        console.print(_holders("instance", coordinator["instances"]))
+        console.print(_holders("instance", coordinator["instances"]), markup=False)
 
 
 def print_stats(answer: Mapping[str, Any], console: Console) -> None:
@@ -43,7 +44,7 @@ def print_stats(answer: Mapping[str, Any], console: Console) -> None:
             age = "" if held["eviction_age_s"] is None else f"{held['eviction_age_s']:,.1f} s"
             table.add_row(name, tier, _number(held["tokens"]), _number(held["capacity_tokens"]), age, *last)
             name, last = "", []
-    console.print(table)
+    console.print(table, markup=False)
     if answer["coordinator"] is not None:
         console.print("LMCache:", highlight=False)
         console.print_json(data=answer["coordinator"])
@@ -55,7 +56,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     table = Table(*columns)
     for row in rows:
         table.add_row(*("" if row.get(column) is None else str(row[column]) for column in columns))
-    console.print(table)
+    console.print(table, markup=False)
 
 
 def _holders(head: str, rows: Sequence[Mapping[str, Any]]) -> Table:

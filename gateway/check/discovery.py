@@ -37,6 +37,7 @@ async def find_workers(
         notes.problem("found", str(error), "correct the section discovery; docs/configuration.md has its keys")
         return list(config.workers), [notes]
     reports = await asyncio.gather(*(_look(name, source, 2 * timeout_s) for name, source in sources))
+    _refuse_doubles(reports, config.workers)
     takers = [found for report in reports for found in report.workers if found.accepts]
     asked = await asyncio.gather(*(_ask(client, found) for found in takers))
     workers: dict[str, WorkerConfig] = {}
@@ -57,6 +58,16 @@ async def _look(name: str, source: Source, timeout_s: float) -> Reporter:
     finally:
         await stop(looking)
     return report
+
+
+def _refuse_doubles(reports: Iterable[Reporter], listed: Iterable[WorkerConfig]) -> None:
+    """Note at each source what the gateway leaves out, as another engine has the name."""
+    urls = {worker.label: worker.url for worker in listed}
+    for report in reports:
+        for config in (found.config for found in report.workers if found.accepts):
+            if (first := urls.setdefault(config.label, config.url)) != config.url:
+                double = f"{config.url} is left out: {first} is called {config.label}, too"
+                report.refused = [*report.refused, f"{double}; one source with all namespaces tells pods apart"]
 
 
 async def _ask(client: httpx.AsyncClient, found: Found) -> Iterable[WorkerConfig]:

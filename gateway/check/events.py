@@ -94,6 +94,7 @@ class EventCheck:
         """Connect or bind, and wait for the other side; False, and noted, if there is none."""
         events, notes = self._events, self._notes
         socket.linger = 0
+        socket.ipv6 = "[" in events.endpoint  # an IPv6 address
         socket.subscribe("")  # every topic: a wrong one should be seen
         with socket.get_monitor_socket(_HANDSHAKES) as monitor:
             try:
@@ -237,6 +238,7 @@ class EventCheck:
         """Return how many batches are replayed, the last ones only, and the number of frames of an answer."""
         with self._context.socket(zmq.DEALER) as socket:
             socket.linger = 0
+            socket.ipv6 = "[" in endpoint  # an IPv6 address
             socket.connect(endpoint)
             # From the end on: there may be ten thousand of them.
             await socket.send_multipart([b"", (2**63 - 1).to_bytes(8, "big")])

@@ -166,6 +166,7 @@ class Subscriber:
             socket.reconnect_ivl = _RECONNECT_MS
             socket.reconnect_ivl_max = _RECONNECT_MAX_MS
             socket.heartbeat_ivl = _HEARTBEAT_MS
+            socket.ipv6 = "[" in self._config.endpoint  # an IPv6 address: libzmq takes none unless told
             socket.subscribe(self._config.topic)
             if self._config.mode == "bind":
                 socket.bind(self._config.endpoint)
@@ -251,6 +252,7 @@ class Subscriber:
             socket.linger = 0
             socket.rcvhwm = QUEUED_MESSAGES
             socket.maxmsgsize = MAX_MESSAGE_BYTES
+            socket.ipv6 = "[" in endpoint  # an IPv6 address
             socket.connect(endpoint)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
             while messages := await _receive(socket, REPLAY_TIMEOUT_S):

@@ -224,6 +224,9 @@ class _Credentials(CredentialProvider):
         password = self._file.read_text().strip() if self._file is not None else self._password
         return (self._username, password) if self._username else (password,)
 
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()  # redis-py's own does the same, with a warning at every connection
+
 
 def _credentials(config: IndexConfig, place: Place) -> _Credentials | None:
     username, password = config.username or place.username, config.password or place.password

@@ -111,6 +111,7 @@ class Notices:
     def _bind(self, socket: zmq.asyncio.Socket, endpoint: str) -> bool:
         """Bind a socket; False where another process, which may be one of ours, has the address."""
         try:
+            socket.ipv6 = "[" in endpoint  # an IPv6 address
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE or self._outbox is None:

@@ -74,11 +74,11 @@ def load(
     ] = False,
 ) -> None:
     """Load-test an OpenAI-compatible endpoint: exit code 0 all answered, 1 requests failed, 2 it could not run."""
-    from sim.load.scenario import read_scenario
+    from sim.load.scenario import ramp_loop, read_scenario
 
     try:
         _check(url, report, save, rows)
-        wanted = read_scenario(scenario, seed, loop, api, speed, first)
+        wanted = read_scenario(scenario, seed, ramp_loop(loop) if ramp else loop, api, speed, first)
         # Only now: it replaces the standard library's sockets with gevent's.
         from sim.load.headless import LoadOptions, run_load
 
@@ -172,7 +172,7 @@ def _print(result: LoadResult, as_json: bool) -> None:
     table.add_column(result.summary["model"], justify="right")
     for name, value in figures(result.summary):
         table.add_row(name, value)
-    console.print(table)
+    console.print(table, markup=False)
     for step in result.summary.get("ramp", ()):
         console.print(
             f"{step['users']:>5} users: {step['requests_per_s']:.2f} requests/s, TTFT p90 {step['ttft_p90_s']:.3f} s",

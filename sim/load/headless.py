@@ -18,11 +18,13 @@ from gevent.event import Event
 from locust.env import Environment
 from locust.runners import STATE_STOPPED, LocalRunner
 
+from sim.load.endpoint import base_url, shown_url
 from sim.load.health import Window
 from sim.load.ramp import RampToSaturation
 from sim.load.recorder import Recorder, client_summary
 from sim.load.scenario import Scenario
 from sim.load.session import LoadSession
+from sim.load.stream import ANSWER
 from sim.load.users import LoadUser
 
 _POLL_S: Final = 0.25
@@ -102,12 +104,16 @@ def run_load(options: LoadOptions, scenario: Scenario, progress: Progress) -> Lo
         for handler in handlers:
             handler.cancel()
     windows = session.windows
+    too_late = TimeoutError(f"not answered within {options.drain_s:g} s after the end of the test")
+    for answer in LoadUser.given_up:
+        recorder.on_request({ANSWER: answer}, too_late)
     for crash in runner.exceptions.values():
         recorder.errors[f"the load generator failed: {crash['msg']}"] += crash["count"]
-    found: dict[str, Any] = {"url": environment.host, "scenario": options.scenario, "model": LoadUser.target.model}
-    found |= recorder.summary() | {"client": client_summary(windows)}
+    found: dict[str, Any] = {"url": shown_url(base_url(options.url)), "scenario": options.scenario}
+    found |= {"model": LoadUser.target.model} | recorder.summary() | {"client": client_summary(windows)}
     if isinstance(environment.shape_class, RampToSaturation):
         found["ramp"] = environment.shape_class.summary()
+        found["saturated"] = environment.shape_class.is_saturated
     return LoadResult(found, recorder, windows, began)
 
 

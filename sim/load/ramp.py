@@ -49,7 +49,10 @@ class RampToSaturation(LoadTestShape):
 
     Attributes:
         steps: those that are over.
+        is_ramp: tells it from shapes of others.
     """
+
+    is_ramp = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,13 +70,15 @@ class RampToSaturation(LoadTestShape):
         elif now.at - self._before.at >= options.ramp_step:
             self.steps.append(now.step(self._before, self._users))
             self._before = now
-            if self._is_saturated() or self._users >= options.ramp_most:
+            if self.is_saturated or self._users >= options.ramp_most:
                 self._before = None
                 return None
             self._users = min(2 * self._users, options.ramp_most)
         return self._users, float(self._users)
 
-    def _is_saturated(self) -> bool:
+    @property
+    def is_saturated(self) -> bool:
+        """Whether the last step brought no more."""
         if len(self.steps) < 2:
             return False
         last, before = self.steps[-1].requests_per_s, self.steps[-2].requests_per_s

@@ -92,15 +92,15 @@ class Recorder:
         rows = self.columns()
         ok = rows["ok"] > 0
         seconds = float((rows["sent_s"] + rows["latency_s"]).max(initial=0.0))
-        prompts, cached = rows["prompt_tokens"][ok].sum(), rows["cached_tokens"][ok].sum()
+        prompts, cached, outputs = (rows[f"{name}_tokens"][ok].sum() for name in ("prompt", "cached", "output"))
         found: dict[str, Any] = {
             "requests": len(ok),
             "answered": int(ok.sum()),
             "failed": int((~ok).sum()),
             "seconds": seconds,
             "requests_per_s": float(ok.sum()) / seconds if seconds else 0.0,
-            "output_tokens_per_s": float(rows["output_tokens"][ok].sum()) / seconds if seconds else 0.0,
-            "prompt_tokens": int(prompts),
+            "output_tokens_per_s": float(outputs) / seconds if outputs else None,
+            "prompt_tokens": int(prompts) if prompts else None,
             "hit_rate": float(cached / prompts) if self._reports_hits and prompts else None,
         }
         for name, column in (("ttft", "ttft_s"), ("latency", "latency_s"), ("late", "late_s")):

@@ -53,6 +53,8 @@ def remarks(summary: dict[str, Any]) -> list[str]:
     """Return what must be known before the figures are believed."""
     client = summary["client"]
     found = [f"{number} × {message}" for message, number in summary["errors"].items()]
+    if summary.get("saturated") is False:
+        found.append("the ramp ended before the endpoint was saturated; take a longer scenario or a higher --ramp-most")
     if client["saturated_s"]:
         found.append(
             f"the load generator was saturated in {client['saturated_s']} of {client['seconds']} s (up to "

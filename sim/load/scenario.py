@@ -7,7 +7,7 @@ text, or ``code``: coding agents with text of their own (``sim.workload``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -193,16 +193,18 @@ class CodeScenario:
         seed: of the text.
         loop: ``sessions`` or ``closed``.
         load: times as fast.
+        first: so many requests of those that begin first, 0 for all.
     """
 
-    def __init__(self, settings: Code, seed: int, loop: str, load: float) -> None:
+    def __init__(self, settings: Code, seed: int, loop: str, load: float, first: int) -> None:
         self.name = CODE
         self.paced = loop == "sessions"
         sessions = coding_agents(
             settings.sessions, settings.turns, seed, settings.output_tokens, settings.think_s, settings.lines
         )
         self._turns = [turn for session in sessions for turn in session.turns]
-        self.units: Sequence[Unit] = sorted(_text_units(sessions, load), key=lambda unit: unit.due_s)
+        units = sorted(_text_units(sessions, load), key=lambda unit: unit.due_s)
+        self.units: Sequence[Unit] = _first(units, first) if first else units
 
     def request(self, number: int) -> tuple[str, dict[str, Any]]:
         """Return path and body of a request; see ``Scenario``."""
@@ -220,6 +222,27 @@ def _text_units(sessions: Sequence[Session], load: float) -> list[Unit]:
     return units
 
 
+def _first(units: Sequence[Unit], requests: int) -> list[Unit]:
+    kept = []
+    for unit in units:
+        kept.append(replace(unit, turns=unit.turns[:requests]))
+        requests -= len(kept[-1].turns)
+        if not requests:
+            break
+    return kept
+
+
+def ramp_loop(loop: str) -> str:
+    """Return the loop of a ramp: only in a closed one do more users send more.
+
+    Raises:
+        ValueError: another one is wanted.
+    """
+    if loop not in ("", "closed"):
+        raise ValueError(f"a ramp is in a closed loop, where more users send more; leave out --loop {loop}")
+    return "closed"
+
+
 def read_scenario(
     source: str, seed: int = 0, loop: str = "", api: str = "chat", load: float = 1.0, first: int = 0
 ) -> Scenario:
@@ -233,7 +256,7 @@ def read_scenario(
             Empty: ``closed`` where the source has conversations, else ``open``.
         api: ``chat`` or ``completions``, see ``TraceScenario``.
         load: times as many requests per second.
-        first: so many requests of a trace, 0 for all.
+        first: so many requests, 0 for all.
 
     Raises:
         ValueError: there is no such scenario, or not in this loop or for this endpoint.
@@ -246,13 +269,13 @@ def read_scenario(
         raise ValueError(f"load must be above 0 and finite, not {load}")
     name, _, words = source.partition(":")
     if name == CODE:
-        return _code(words, seed, loop, api, load)
+        return _code(words, seed, loop, api, load, first)
     trace = Traffic(source, load=load, first=first).trace(seed)
     trace.check()
     return TraceScenario(trace, loop, api)
 
 
-def _code(words: str, seed: int, loop: str, api: str, load: float) -> CodeScenario:
+def _code(words: str, seed: int, loop: str, api: str, load: float, first: int) -> CodeScenario:
     if loop == "open" or api != "chat":
         raise ValueError(f"{CODE}: its turns are chats that wait for each other; take another scenario for this")
     pairs = dict(pair.partition("=")[::2] for pair in words.split(",") if pair)
@@ -260,4 +283,4 @@ def _code(words: str, seed: int, loop: str, api: str, load: float) -> CodeScenar
         settings = msgspec.convert(pairs, Code, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"{CODE}: {error}. Keys: {', '.join(Code.__struct_fields__)}.") from None
-    return CodeScenario(settings, seed, loop, load)
+    return CodeScenario(settings, seed, loop, load, first)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import gevent
@@ -12,9 +11,9 @@ from locust.env import Environment
 from locust.rpc.protocol import Message
 from locust.runners import MasterRunner, WorkerRunner
 
-from sim.load.endpoint import base_url, find_model
+from sim.load.endpoint import base_url, find_model, read_api_key
 from sim.load.health import ClientWatch, Window
-from sim.load.scenario import API_PATHS, LOOPS, Scenario, read_scenario
+from sim.load.scenario import API_PATHS, LOOPS, Scenario, ramp_loop, read_scenario
 from sim.load.schedule import Schedule
 from sim.load.users import LoadUser, Target
 
@@ -37,10 +36,9 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--api-key-env", default="OPENAI_API_KEY", help="environment variable with the API key")
 
 
-def _scenario(options: Any) -> Scenario:
-    return read_scenario(
-        options.scenario, options.seed, options.loop, options.api, load=options.load, first=options.first
-    )
+def _scenario(options: Any, ramp: bool) -> Scenario:
+    loop = ramp_loop(options.loop) if ramp else options.loop
+    return read_scenario(options.scenario, options.seed, loop, options.api, load=options.load, first=options.first)
 
 
 class LoadSession:
@@ -68,11 +66,12 @@ class LoadSession:
             ValueError: the scenario or the endpoint is not there.
         """
         options: Any = self._environment.parsed_options
-        scenario = scenario or _scenario(options)
+        scenario = scenario or _scenario(options, getattr(self._environment.shape_class, "is_ramp", False))
         self._environment.host = url = base_url(self._environment.host or "")
-        key = os.environ.get(options.api_key_env, "")
+        key = read_api_key(options.api_key_env)
         LoadUser.target = Target(options.model or find_model(url, key), key, options.ignore_eos)
         LoadUser.schedule = Schedule(scenario, *self._part)
+        LoadUser.given_up = []
         self._watch = ClientWatch(lambda: self._environment.runner.user_count if self._environment.runner else 0)
 
     def prepare_at_start(self) -> None:

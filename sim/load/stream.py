@@ -20,7 +20,7 @@ class Answer:
         sent: when the request was sent.
         late_s: how much later that was than the scenario wanted.
         first: when the first token arrived, None before.
-        ended: when the stream ended.
+        ended: when the stream ended, or was not waited for any longer.
         gaps_s: times between two chunks with text.
         prompt_tokens: of the usage, 0 where none came.
         cached_tokens: of the usage, None where the engine does not report them.
@@ -49,6 +49,11 @@ class Answer:
     def latency_s(self) -> float:
         """Seconds to the end of the answer."""
         return self.ended - self.sent
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens per second after the first; None where no usage came, or all of them in one chunk."""
+        return (self.output_tokens - 1) / sum(self.gaps_s) if self.gaps_s and self.output_tokens else None
 
 
 class _Details(msgspec.Struct):

@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 import msgspec
+from gevent import GreenletExit
 from geventhttpclient.response import HTTPParseError
 from locust import FastHttpUser, task
 from locust.contrib.fasthttp import ResponseContextManager
@@ -65,6 +66,7 @@ class LoadUser(FastHttpUser):
     Attributes:
         schedule: of this process, set when a test starts.
         target: what is asked, set with it.
+        given_up: requests that were still unanswered when the test stopped waiting.
     """
 
     insecure = False
@@ -72,6 +74,7 @@ class LoadUser(FastHttpUser):
     network_timeout = 600.0  # a stream may be silent for as long
     schedule: ClassVar[Schedule | None] = None
     target: ClassVar[Target]
+    given_up: ClassVar[list[Answer]] = []
 
     @task
     def play(self) -> None:
@@ -93,6 +96,17 @@ class LoadUser(FastHttpUser):
         body, headers = self.target.body(request), self.target.headers()
         sent = perf_counter()
         answer = Answer(sent, late_s=max(0.0, sent - due))
+        try:
+            problem = self._exchange(path, body, headers, answer)
+        except GreenletExit:  # locust counts nothing then
+            answer.ended = perf_counter()
+            self.given_up.append(answer)
+            raise
+        if not problem:
+            self._fire(answer)
+
+    def _exchange(self, path: str, body: bytes, headers: dict[str, str], answer: Answer) -> str:
+        """Send a request and read the answer; return what is wrong with it, or an empty text."""
         with self.client.post(
             path,
             data=body,  # type: ignore[arg-type]  # bytes are taken as they are
@@ -108,15 +122,15 @@ class LoadUser(FastHttpUser):
                 response.failure(problem)
             else:
                 response.success()
-        if not problem:
-            self._fire(answer)
+        return problem
 
     def _fire(self, answer: Answer) -> None:
         assert answer.first is not None
         values = {"TTFT": (answer.first - answer.sent) * 1e3}
         if answer.gaps_s:
             values["ITL"] = sum(answer.gaps_s) / len(answer.gaps_s) * 1e3
-            values["tokens/s"] = (answer.output_tokens - 1) / sum(answer.gaps_s)
+        if answer.tokens_per_s is not None:
+            values["tokens/s"] = answer.tokens_per_s
         if answer.cached_tokens is not None and answer.prompt_tokens:
             values["cached %"] = answer.cached_tokens / answer.prompt_tokens * 100
         for name, value in values.items():

@@ -20,7 +20,7 @@ from tests.processes import free_ports, kvway, running, wait_for
 START_S = 40
 WORKERS = 2
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-PASSWORD = "0123456"  # of digits, and begins with none: as YAML it would be a number
+PASSWORD_FILE = "0123456\n"  # of digits: as YAML it would be a number; and with the newline that editors add
 
 
 @dataclass
@@ -55,7 +55,7 @@ def release(folder: Path) -> Iterator[Release]:
             "redis": {"passwordSecret": {"name": "redis"}},
         }
     )
-    (folder / "password").write_text(PASSWORD)
+    (folder / "password").write_text(PASSWORD_FILE)
     addresses = {
         "host: 0.0.0.0": "host: 127.0.0.1",
         f"{RELEASE}-valkey:6379": f"127.0.0.1:{valkey_port}",
@@ -63,9 +63,9 @@ def release(folder: Path) -> Iterator[Release]:
     }
     with ExitStack() as stack:
         (valkey,) = pod(objects, name=f"{RELEASE}-valkey")["containers"]
-        words = [PASSWORD if word == "$(VALKEY_PASSWORD)" else word for word in valkey["command"][1:]]
+        words = [str(get_binary_path()) if word == "valkey-server" else word for word in valkey["command"]]
         here = ["--bind", "127.0.0.1", "--port", str(valkey_port), "--dir", str(folder)]
-        stack.enter_context(running([get_binary_path(), *words, *here]))
+        stack.enter_context(running([*words, *here], VALKEY_PASSWORD=PASSWORD_FILE))
         workers = stack.enter_context(ExitStack())
         (container,) = pod(objects, "StatefulSet", f"{RELEASE}-sim")["containers"]
         for number in range(WORKERS):

@@ -20,7 +20,7 @@ from gateway.check.fleet import CheckOptions, check_fleet
 from gateway.cli import app
 from gateway.config import Config, WorkerConfig
 from sim.server import Fault, SimWorker, WorkerSettings
-from tests.events_rig import free_endpoint
+from tests.events_rig import free_endpoint, without_ipv6
 from tests.sim_clients import TINY
 from tests.valkey import Valkey
 
@@ -139,6 +139,12 @@ async def test_events_that_cannot_arrive_are_explained(
         found = problems(await findings_of(config_of(worker, **kv_events_of(worker, **changes(worker)))))
     assert said in found[check].message
     assert "--kv-events-config" in found[check].mend or "kv_events.topic" in found[check].mend
+
+
+@pytest.mark.skipif(without_ipv6(), reason="this machine has no IPv6")
+async def test_events_come_from_ipv6_addresses_too() -> None:
+    async with simulated(kv_events="tcp://[::1]:0", kv_replay="tcp://[::1]:0") as worker:
+        assert not problems(await findings_of(config_of(worker)))
 
 
 async def test_a_publisher_that_connects_is_heard_where_kvway_binds() -> None:

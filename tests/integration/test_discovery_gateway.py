@@ -110,6 +110,16 @@ async def test_check_looks_at_what_is_found(server: ApiServer) -> None:
     assert of_worker["reachable"] == of_worker["replay"] == Level.OK  # where it publishes it said itself
 
 
+async def test_check_tells_of_engines_that_are_left_out_for_their_names(tmp_path: Path) -> None:
+    for number, address in enumerate(("127.0.0.2", "127.0.0.3", "127.0.0.2")):
+        (tmp_path / f"{number}.yaml").write_text(f"workers: [{{name: vllm-0, url: 'http://{address}:1'}}]")
+    files = [{"path": tmp_path / f"{number}.yaml"} for number in range(3)]
+    findings = await check_fleet(Config.model_validate({"discovery": {"files": files}}), CheckOptions(timeout_s=0.5))
+    (double,) = [each for each in findings if each.check == "usable"]
+    assert double.subject == "discovery.files[1]"
+    assert double.message.startswith("http://127.0.0.3:1 is left out: http://127.0.0.2:1 is called vllm-0, too")
+
+
 async def test_check_says_why_nothing_is_found(server: ApiServer, tmp_path: Path) -> None:
     server.refusal = 403, {}, "pods is forbidden"
     (tmp_path / "workers.yaml").write_text("workers: []")

@@ -324,7 +324,7 @@ async def test_an_answer_that_is_no_list_takes_no_worker_away(server: ApiServer,
     ("status", "advice"),
     [
         (401, "token of the service account is not accepted"),
-        (403, "give the service account a Role with get, list and watch on pods"),
+        (403, "give the service account a Role with list and watch on pods"),
     ],
 )
 async def test_a_refusal_says_what_to_do_and_is_logged_once(
@@ -393,8 +393,11 @@ async def test_the_zone_comes_from_the_pods_label_or_its_node(server: ApiServer,
         assert sum("/nodes/" in path for path, _ in server.asked) == 1
 
 
-async def test_without_the_right_to_see_nodes_workers_have_no_domain(server: ApiServer, registry: Registry) -> None:
+async def test_without_the_right_to_see_nodes_workers_have_no_domain(
+    server: ApiServer, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
     server.put(pod("a"))
+    caplog.set_level(logging.INFO, "kvway.discovery")
     async with following(server, registry, relist_s=SOON_S) as source:
         await until(have(registry, "a"))
         worker = registry.workers["a"]
@@ -402,6 +405,7 @@ async def test_without_the_right_to_see_nodes_workers_have_no_domain(server: Api
         await until(lambda: server.count(watches=False) >= 3)
         assert registry.workers["a"] is worker and worker.config.domain == ""
         assert source.errors == 0
+    assert "give the service account a ClusterRole with get on nodes" in caplog.text
 
 
 async def test_services_are_workers(server: ApiServer, registry: Registry) -> None:

@@ -14,7 +14,7 @@ import zmq.asyncio
 from gateway.config import KvEventsConfig
 from gateway.events.subscriber import BURST, FeedStats, Subscriber
 from gateway.tasks import spawn, stop
-from tests.events_rig import Publisher, free_endpoint, until
+from tests.events_rig import Publisher, free_endpoint, until, without_ipv6
 
 LOST, RESTARTED = "lost", "restarted"
 
@@ -115,6 +115,17 @@ async def test_a_buffer_that_no_longer_begins_at_the_beginning_is_taken_as_it_is
     async with listening(config_of(publisher)) as witness:
         await until(lambda: witness.log == [b"1", b"2"])
     assert (witness.stats.lost, witness.late) == (0, True)
+
+
+@pytest.mark.skipif(without_ipv6(), reason="this machine has no IPv6")
+async def test_engines_with_ipv6_addresses_are_heard_and_replay(start):
+    publisher = start(endpoints=("tcp://[::1]:0", "tcp://[::1]:0"))
+    await publish(publisher, b"0", b"1")
+    async with listening(config_of(publisher)) as witness:
+        await until(lambda: witness.log == [b"0", b"1"])
+        await publisher.subscribed.wait()
+        await publish(publisher, b"2")
+        await until(lambda: witness.log == [b"0", b"1", b"2"])
 
 
 async def test_messages_arrive_as_they_are_published(start):

@@ -226,6 +226,7 @@ async def test_passwords_are_used_and_not_logged(
         admin.config_set("requirepass", "")
     assert "out of reach" in caplog.text
     assert "-one" not in caplog.text
+    assert "redis.credentials" not in {record.name for record in caplog.records}  # it warned at every connection
 
 
 def test_a_url_that_is_not_one_of_redis_is_a_mistake_in_the_configuration() -> None:

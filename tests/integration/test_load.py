@@ -122,7 +122,7 @@ async def test_a_stream_is_timed_as_its_parts_arrive_and_what_is_wrong_with_one_
         code, out, err = await run(
             *kvway("load", f"tenants:requests={len(scripts)}", "--loop", "closed", "--users", 1, "--model", "m"),
             *("--url", f"http://127.0.0.1:{server.port}/v1", "--csv", tmp_path / "rows.csv", "--json", "--ignore-eos"),
-            OPENAI_API_KEY="secret",
+            OPENAI_API_KEY="secret\n",  # as it is in a Secret made of a file
         )
     assert code == 1, err
     found = json.loads(out)
@@ -141,7 +141,7 @@ async def test_a_stream_is_timed_as_its_parts_arrive_and_what_is_wrong_with_one_
         assert any(problem in message for message in found["errors"]), (problem, found["errors"])
     head, _, body = server.requests[0].partition(b"\r\n\r\n")
     assert head.startswith(b"POST /v1/chat/completions ")
-    assert b"authorization: bearer secret" in head.lower()
+    assert b"authorization: bearer secret\r\n" in head.lower() + b"\r\n"
     sent = json.loads(body)
     assert sent["stream_options"] == {"include_usage": True}
     assert (sent["model"], sent["ignore_eos"]) == ("m", True)
@@ -190,6 +190,36 @@ async def test_a_test_that_is_ended_reports_what_there_is(end: signal.Signals, t
 
 
 @pytest.mark.slow
+async def test_requests_that_are_not_answered_in_the_end_have_failed() -> None:
+    program = """
+import json, sys
+from sim.load.scenario import read_scenario
+scenario = read_scenario("tenants:requests=2", loop="closed")
+from sim.load.headless import LoadOptions, run_load
+options = LoadOptions(sys.argv[1], "two", users=2, model="m", duration_s=0.5, drain_s=0.2)
+print(json.dumps(run_load(options, scenario, lambda *_: None).summary))
+"""
+    started: Script = [HEAD, token("a"), 3.0]
+    after_that: Script = []
+    with scripted(started, after_that) as server:
+        code, out, err = await run(sys.executable, "-c", program, f"http://127.0.0.1:{server.port}")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["answered"], found["failed"]) == (0, 2)
+    assert found["errors"] == {"not answered within 0.2 s after the end of the test": 2}
+
+
+async def test_models_are_shown_as_they_are_called_and_what_is_not_reported_is_not_zero() -> None:
+    with scripted([HEAD, token("a"), token("b"), event("[DONE]"), END]) as server:
+        words = ("--model", "[/models/tiny]", "--url", f"http://me:hidden@127.0.0.1:{server.port}")
+        code, out, err = await run(*kvway("load", "tenants:requests=1", *words))
+    assert code == 0, err
+    assert "[/models/tiny]" in out
+    assert re.search(r"output tokens/s\W+not reported", out)
+    assert "hidden" not in out + err
+
+
+@pytest.mark.slow
 async def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
     traffic = "tenants:requests=12,rate=50,output_tokens=100"
     async with worker_and_client(speed=2.0) as (worker, _):
@@ -206,11 +236,14 @@ async def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
 async def test_a_ramp_ends_with_its_last_step() -> None:
     async with worker_and_client() as (worker, _):
         words = ("--ramp", "--ramp-step", 1, "--ramp-most", 2, "--url", worker.url, "--json")
-        code, out, err = await run(*kvway("load", "chat:sessions=500,think_s=0.05", *map(str, words)))
+        # Whose loop is open where none is said: then no number of users would send more.
+        code, out, err = await run(*kvway("load", "tenants:requests=5000,rate=1", *map(str, words)))
     assert code == 0, err
-    steps = json.loads(out)["ramp"]
+    found = json.loads(out)
+    assert found["saturated"] is False  # it ended at --ramp-most
+    steps = found["ramp"]
     assert [step["users"] for step in steps] == [1, 2]
-    assert all(step["requests_per_s"] > 0 for step in steps)
+    assert all(step["requests_per_s"] > 2 for step in steps)
 
 
 @pytest.mark.slow
@@ -229,6 +262,15 @@ async def test_locust_divides_a_scenario_between_its_processes(tmp_path: Path) -
 
 
 @pytest.mark.slow
+async def test_locust_ramps_in_a_closed_loop_only() -> None:
+    files = ",".join(str(ROOT / "sim" / "load" / name) for name in ("locustfile.py", "ramp.py"))
+    locust = (sys.executable, "-m", "locust", "-f", files, "--headless", "--host", "http://127.0.0.1:1")
+    code, _, err = await run(*locust, "--scenario", "rag", "--loop", "open")
+    assert code == 2
+    assert "leave out --loop open" in err
+
+
+@pytest.mark.slow
 async def test_locust_ends_where_there_is_no_such_scenario() -> None:
     locust = (sys.executable, "-m", "locust", "-f", ROOT / "sim" / "load" / "locustfile.py", "--headless")
     code, _, err = await run(*locust, "--host", "http://127.0.0.1:1", "--scenario", "chta")
@@ -242,6 +284,7 @@ async def test_locust_ends_where_there_is_no_such_scenario() -> None:
         (("chta",), "Did you mean 'chat'"),
         (("--url", "127.0.0.1:8000"), "no URL"),
         (("--loop", "round"), "closed, sessions, open"),
+        (("--ramp", "--loop", "open"), "leave out --loop open"),
         (("--save", "missing/r.json"), "does not exist"),
     ],
 )

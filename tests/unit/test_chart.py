@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 from helm_python import lint
 from helm_python.errors import HelmError
 from typer.main import get_command
@@ -217,7 +219,7 @@ def test_large_and_small_numbers_reach_the_gateway_as_they_were_written():
     [
         ({"mode": "bundled"}, "one", [("kvway-valkey", 6379)]),
         ({"mode": "standalone", "hosts": ["r:6380"], "database": 3}, "one", [("r", 6380)]),
-        ({"mode": "sentinel", "hosts": ["s1", "s2:1"]}, "sentinel", [("s1", 26379), ("s2", 1)]),
+        ({"mode": "sentinel", "hosts": ["s1", "[fd00::1]:1"]}, "sentinel", [("s1", 26379), ("fd00::1", 1)]),
         ({"mode": "cluster", "hosts": ["a:1", "b:2"], "tls": {"enabled": True}}, "cluster", [("a", 1), ("b", 2)]),
     ],
 )
@@ -283,6 +285,52 @@ def test_discovery_may_look_where_it_is_told_to_and_nowhere_else():
     assert roles == {"x": ["pods"], "y": ["pods", "services"]}
 
 
+def test_pods_that_are_all_replaced_at_once_have_no_rolling_update():
+    assert find(render(WORKER, {"strategy": {"type": "Recreate"}}), "Deployment")["spec"]["strategy"] == {
+        "type": "Recreate"
+    }
+    slower = find(render(WORKER, {"strategy": {"rollingUpdate": {"maxSurge": 2}}}), "Deployment")["spec"]["strategy"]
+    assert slower == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 2, "maxUnavailable": 0}}
+
+
+def test_the_environment_has_what_users_give_once():
+    """Server-side apply refuses a name that comes twice."""
+    home = [{"name": "HF_HOME", "value": "/models"}]
+    tokenizer = {"source": "download", "download": {"repositories": ["org/a"], "env": home}}
+    spec = pod(render(WORKER, {"env": home, "tokenizer": tokenizer}))
+    assert [container["env"] for container in spec["containers"] + spec["initContainers"]] == [home, home]
+
+
+def sections(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield (*path, key)
+            yield from sections(value, (*path, key))
+
+
+SECTIONS = list(sections(yaml.safe_load((chart.CHART / "values.yaml").read_text())))
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=".".join)
+def test_a_section_with_nothing_in_it_is_taken_or_named(path):
+    """What is written as ``redis:`` with all its keys commented out is null, and Helm takes the defaults away, too."""
+    empty: Any = None
+    for key in reversed(path):
+        empty = {key: empty}
+    try:
+        objects = render(SIMULATED, empty)
+    except HelmError as error:
+        assert f"missing property '{path[-1]}'" in str(error)
+    else:
+        assert {mistake(json.dumps(each, sort_keys=True), "1.37") for each in objects} == {""}
+
+
+def test_a_chart_that_depends_on_it_may_switch_it_on_and_pass_it_globals():
+    render(SIMULATED, {"enabled": True, "global": {"imageRegistry": "x"}})
+    with pytest.raises(HelmError, match="/enabled"):
+        render(SIMULATED, {"enabled": False})
+
+
 def test_the_autoscaler_takes_over_the_number_of_replicas():
     objects = render(WORKER, {"autoscaling": {"enabled": True, "targetInFlightTokens": 2_000_000}})
     assert "replicas" not in find(objects, "Deployment")["spec"]
@@ -312,6 +360,19 @@ def test_monitors_select_the_admin_port_once():
     ]
     assert [each["metadata"]["name"] for each in services] == ["kvway-admin"]
     assert find(objects, "ServiceMonitor")["spec"]["endpoints"][0]["port"] == services[0]["spec"]["ports"][0]["name"]
+
+
+def test_names_of_digits_stay_names():
+    sources = [{"selector": "app=a", "namespaces": ["42"]}]
+    values = {"fullnameOverride": "kvway", "config": {"discovery": {"kubernetes": sources}}, "rbac": {"nodes": True}}
+    objects = render(SIMULATED, values, {"serviceAccount": {"name": "99"}}, name="1234", namespace="0123")
+    assert {mistake(json.dumps(each, sort_keys=True), "1.37") for each in objects} == {""}
+
+
+@pytest.mark.parametrize("name", ["1234", "a.b"])
+def test_a_release_whose_name_no_service_can_have_is_told_what_to_do(name):
+    with pytest.raises(HelmError, match=f"cannot be called {name}-kvway.*set fullnameOverride"):
+        render(SIMULATED, name=name)
 
 
 def test_two_releases_in_one_namespace_do_not_meet():
@@ -369,8 +430,14 @@ MISTAKES = [
     (SIMULATED | {"config": {"models": {"x": {"tokeniser": "a"}}}}, "/config/models/x.*tokeniser"),
     (SIMULATED | {"config": {"server": {"port": 0}}}, "config.server.port"),
     (SIMULATED | {"config": {"server": {"admin_port": 8000}}}, "are both 8000"),
+    (SIMULATED | {"config": {"server": {"admin_host": "127.0.0.1"}}}, "config.server.admin_host is 127.0.0.1"),
+    (SIMULATED | {"config": {"server": {"admin_host": None}}}, "/config/server.*admin_host"),
+    (SIMULATED | {"config": {"server": {"host": "::1"}}}, "config.server.host is ::1"),
+    (SIMULATED | {"env": [{"name": "KVWAY_SERVER__PORT", "value": "9000"}]}, "KVWAY_SERVER__PORT past the chart"),
     (SIMULATED | {"config": {"server": {"drain_s": None}}}, "/config/server.*drain_s"),
     (SIMULATED | {"config": {"server": None}}, "/config.*server"),
+    (SIMULATED | {"startupProbe": None}, "'': missing property 'startupProbe'"),
+    (SIMULATED | {"redis": {"passwordSecret": {"name": "redis", "key": None}}}, "/redis/passwordSecret.*'key'"),
     (SIMULATED | {"image": {"repository": "kvway@sha256:0"}}, "/image/repository"),
     (SIMULATED | {"service": {"nodePort": 30080}}, "service.nodePort is for"),
     (SIMULATED | {"secretFiles": [{"name": "a"}, {"name": "a"}]}, "/secretFiles"),
@@ -384,6 +451,9 @@ MISTAKES = [
     (SIMULATED | {"redis": {"mode": "sentinal"}}, "/redis/mode"),
     (SIMULATED | {"redis": {"mode": "cluster"}}, "redis.hosts must name"),
     (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["a", "b"]}}, "one server"),
+    (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["a:redis"]}}, "/redis/hosts/0"),
+    (SIMULATED | {"redis": {"mode": "standalone", "hosts": ["fd00::1"]}}, "/redis/hosts/0"),
+    (SIMULATED | {"redis": {"sentinelService": "my/primary"}}, "/redis/sentinelService"),
     (SIMULATED | {"redis": {"tls": {"enabled": True}}}, "redis.tls are for existing servers"),
     (SIMULATED | {"redis": {"username": "me"}}, "redis.username .* for existing servers"),
     (
@@ -398,6 +468,8 @@ MISTAKES = [
     (SIMULATED | {"terminationGracePeriodSeconds": 60}, "at least .* = 310"),
     (SIMULATED | {"autoscaling": {"enabled": True, "minReplicas": 9}}, "minReplicas is above"),
     (SIMULATED | {"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": 0}}, "no target"),
+    (SIMULATED | {"autoscaling": {"enabled": True}, "resources": {"requests": None}}, "resources.requests.cpu"),
+    (SIMULATED | {"ingress": {"enabled": True, "hosts": []}}, "/ingress/hosts"),
     (SIMULATED | {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}, "enable one"),
     (SIMULATED | {"httpRoute": {"enabled": True}}, "parentRefs"),
     (SIMULATED | {"loadTest": {"url": "kvway:80"}}, "/loadTest/url"),

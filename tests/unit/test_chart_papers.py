@@ -61,8 +61,8 @@ def test_the_schema_has_the_values_that_there_are_and_no_others():
             return
         assert described["additionalProperties"] is False, f"{path} takes anything"
         if isinstance(values, dict) and path not in ("config", "resources", "startupProbe"):
-            known = described["properties"].keys() - {"global", "claims", "initialDelaySeconds", "successThreshold"}
-            assert known == values.keys(), path
+            others = {"claims", "initialDelaySeconds", "successThreshold"} if path else {"global", "enabled"}
+            assert described["properties"].keys() - others == values.keys(), path
             for key, value in values.items():
                 hold(described["properties"][key], value, f"{path}.{key}".lstrip("."))
 

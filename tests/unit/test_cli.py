@@ -121,3 +121,19 @@ def test_an_explanation_can_be_read_at_eighty_columns(capsys: pytest.CaptureFixt
     assert "hit_tokens" in printed
     assert "│ pi " not in printed  # nothing to say of it
     assert "2 more candidates" in printed
+
+
+def test_a_worker_with_an_ipv6_address_is_shown_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    worker = "[fd00::1]:8000"
+    explanation = {
+        "worker": worker,
+        "policy": "expected-cost",
+        "reason": "load",
+        "expected_hit_tokens": 0,
+        "prompt_tokens": 700,
+        "predicted_ttft_s": 0.25,
+        "prefill": {"pieces": 1, "why_whole": "short"},
+        "candidates": [{"worker": worker, "chosen": True, "cost": 0.1}],
+    }
+    print_explanation(explanation, Console(width=80))
+    assert capsys.readouterr().out.count(worker) == 2

@@ -48,7 +48,13 @@ def test_what_was_not_measured_is_not_zero() -> None:
     assert (found["hit_rate"], found["itl_p50_s"]) == (None, None)
     assert recorded().summary()["ttft_p99_s"] is None
     shown = dict(figures({**found, "scenario": "x"}))
-    assert shown["hit rate"] == shown["ITL p50, ms"] == "not reported"
+    assert shown["hit rate"] == shown["ITL p50, ms"] == shown["output tokens/s"] == "not reported"
+
+
+def test_tokens_per_second_need_a_usage_and_more_than_one_chunk() -> None:
+    assert answer(gaps_s=(0.1, 0.3), output_tokens=9).tokens_per_s == pytest.approx(20.0)
+    assert answer(gaps_s=(0.1, 0.3)).tokens_per_s is None
+    assert answer(output_tokens=9).tokens_per_s is None
 
 
 def test_quantiles_of_gaps_are_true_to_one_percent() -> None:
@@ -87,6 +93,12 @@ def test_a_client_without_cpu_or_late_is_saturated_and_the_result_says_so(
     assert client["saturated_s"] == int(saturated)
     found = recorded(answer()).summary() | {"client": client}
     assert any("saturated" in remark for remark in remarks(found)) == saturated
+
+
+@pytest.mark.parametrize(("saturated", "remarked"), [({}, 0), ({"saturated": True}, 0), ({"saturated": False}, 1)])
+def test_a_ramp_that_does_not_saturate_the_endpoint_is_remarked(saturated: dict[str, bool], remarked: int) -> None:
+    found = remarks({**recorded(answer()).summary(), "client": client_summary([]), **saturated})
+    assert len([each for each in found if "before the endpoint was saturated" in each]) == remarked
 
 
 def test_requests_that_went_out_late_are_remarked() -> None:

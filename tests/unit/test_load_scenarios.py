@@ -122,6 +122,13 @@ def test_the_loop_says_what_waits_for_what() -> None:
     assert scenario("rag:requests=3").paced
 
 
+@pytest.mark.parametrize("source", ["tenants:requests=9", "chat:sessions=4,turns=3", "code:sessions=3,turns=3,lines=2"])
+@pytest.mark.parametrize("first", [1, 4, 1000])
+def test_the_first_requests_are_sent_of_every_scenario(source: str, first: int) -> None:
+    whole, begun = (requests(scenario(source, first=number)) for number in (0, first))
+    assert len(begun) == min(first, len(whole))
+
+
 def test_more_load_comes_sooner() -> None:
     slow, quick = (scenario("rag:requests=5", load=load).units for load in (1.0, 4.0))
     assert [unit.due_s for unit in quick] == pytest.approx([unit.due_s / 4 for unit in slow])

@@ -46,6 +46,14 @@ def test_a_run_answers_every_request_and_says_what_it_costs() -> None:
     assert found["cost_per_1k_requests"] == pytest.approx(cost)
 
 
+def test_a_trace_is_called_as_its_file_is(tmp_path: Path) -> None:
+    trace = tmp_path / "[red].jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 4, "hash_ids": [1]}\n')
+    result = kvway("sim", "run", trace, "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert "[red]" in result.output
+
+
 def test_the_same_seed_gives_the_same_figures() -> None:
     one, same, other = (
         answer("sim", "run", SMALL, "--workers", 2, "--policy", "random", "--seed", seed) for seed in (1, 1, 2)

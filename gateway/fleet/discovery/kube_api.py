@@ -31,10 +31,6 @@ _MAX_LINE_BYTES: Final = 16 * 2**20  # etcd holds 1.5 MB per object
 _MAX_PAGE_BYTES: Final = 512 * 2**20
 _MAX_RETRY_AFTER_S: Final = 60.0
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_HINTS: Final = {
-    401: "the token of the service account is not accepted: is it mounted (automountServiceAccountToken)?",
-    403: "give the service account a Role with get, list and watch on {resource} there, see docs/discovery.md",
-}
 
 
 class KubeError(Exception):
@@ -224,9 +220,20 @@ def _refusal(where: str, resource: str, status: Status, code: int, retry_after: 
     message = f"{where} answers {code} {status.message or status.reason}".rstrip()
     if code in (410, 504):  # expired; not yet in this server's cache
         return Gone(message)
-    if hint := _HINTS.get(code):
-        message += f"; {hint.format(resource=resource)}"
+    if hint := _hint(code, resource):
+        message += f"; {hint}"
     return KubeError(message, min(float(retry_after), _MAX_RETRY_AFTER_S) if retry_after.isdecimal() else 0.0)
+
+
+def _hint(code: int, resource: str) -> str:
+    match code, resource:
+        case 401, _:
+            return "the token of the service account is not accepted: is it mounted (automountServiceAccountToken)?"
+        case 403, "nodes":
+            return "give the service account a ClusterRole with get on nodes, see docs/discovery.md"
+        case 403, _:
+            return f"give the service account a Role with list and watch on {resource} there, see docs/discovery.md"
+    return ""
 
 
 def _status(body: bytes) -> Status:

@@ -17,20 +17,20 @@
     - --local-dir={{ $tokenizer.mountPath }}/{{ $repository }}
   securityContext:
     {{- toYaml $.Values.securityContext | nindent 4 }}
+  {{- with $tokenizer.download }}
+  {{- if or .tokenSecret.name .env }}
   env:
-    - name: HF_HOME
-      value: /tmp/huggingface
-    {{- with $tokenizer.download.tokenSecret }}
-    {{- if .name }}
+    {{- if .tokenSecret.name }}
     - name: HF_TOKEN
       valueFrom:
         secretKeyRef:
-          {{- toYaml . | nindent 10 }}
+          {{- toYaml .tokenSecret | nindent 10 }}
     {{- end }}
-    {{- end }}
-    {{- with $tokenizer.download.env }}
+    {{- with .env }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- end }}
+  {{- end }}
   resources:
     {{- toYaml $.Values.resources | nindent 4 }}
   volumeMounts:

@@ -2,6 +2,9 @@
 {{- define "kvway.validate" -}}
 {{- $values := .Values -}}
 {{- $server := $values.config.server -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "kvway.fullname" .)) -}}
+{{- fail (printf "a Service cannot be called %s, as this release's name makes it; set fullnameOverride to letters, digits and -" (include "kvway.fullname" .)) -}}
+{{- end -}}
 {{- $index := $values.config.index | default dict -}}
 {{- $found := $values.config.discovery | default dict -}}
 {{- if not (or $values.config.workers $found.kubernetes $found.dns $found.files $values.simulatedWorkers.enabled) -}}
@@ -15,6 +18,16 @@
 {{- end -}}
 {{- if not (and $server.port $server.admin_port) -}}
 {{- fail "config.server.port and config.server.admin_port must be given: probes and Services lead there" -}}
+{{- end -}}
+{{- range list "host" "admin_host" -}}
+{{- if regexMatch "^(127[.]|::1$|localhost$)" (get $server . | default "" | toString) -}}
+{{- fail (printf "config.server.%s is %s, which the kubelet and Services do not reach; keep the admin port in with networkPolicy" . (get $server .)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $values.env -}}
+{{- if regexMatch "^KVWAY_(SERVER__((ADMIN_)?(HOST|PORT)|DRAIN_S)|DISCOVERY__KUBERNETES)$" (.name | default "") -}}
+{{- fail (printf "env sets %s past the chart, whose probes, Services, grace period and rights follow config; set it there" .name) -}}
+{{- end -}}
 {{- end -}}
 {{- if eq (int $server.port) (int $server.admin_port) -}}
 {{- fail (printf "config.server.port and config.server.admin_port are both %d; the admin port must be another one" (int $server.port)) -}}
@@ -59,6 +72,10 @@
 {{- end -}}
 {{- if not (or $values.autoscaling.targetCPUUtilizationPercentage $values.autoscaling.targetInFlightTokens) -}}
 {{- fail "autoscaling has no target; set targetCPUUtilizationPercentage or targetInFlightTokens" -}}
+{{- end -}}
+{{- $resources := $values.resources | default dict -}}
+{{- if and $values.autoscaling.targetCPUUtilizationPercentage (not (or ($resources.requests).cpu ($resources.limits).cpu)) -}}
+{{- fail "autoscaling.targetCPUUtilizationPercentage is a share of resources.requests.cpu, which must be given" -}}
 {{- end -}}
 {{- end -}}
 {{- if and $values.serviceMonitor.enabled $values.podMonitor.enabled -}}
