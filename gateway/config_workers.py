@@ -279,9 +279,10 @@ class KubernetesConfig(Section):
     api_url: str | None = Field(
         None, pattern=r"^https?://[^/?#@\s]+/?$", description="API server; default: that of the cluster we run in"
     )
-    token_file: Path = Field(
-        Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
-        description="bearer token, read at every request; none is sent if there is no such file",
+    token_file: Path | None = Field(
+        None,
+        description="bearer token, read at every request, none is sent if there is no such file; default: that of our "
+        "service account, but none where api_url is set",
     )
     ca_file: Path = Field(
         Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),

@@ -43,7 +43,7 @@ class ApiServer:
         refusal: what everything is answered with instead: status, headers, message. None: all goes well.
         lists: cleared, lists wait.
         page: most objects in one page of a list.
-        token: what it expects to be shown; None: anything.
+        token: what it expects to be shown, empty for nothing; None: anything.
         faults: what goes wrong the next time: ``page`` (a list's second page has expired) or ``version`` (what was
             listed is too old to be watched from).
         asked: path and query of every request.
@@ -165,7 +165,7 @@ class ApiServer:
     ) -> None:
         if self.refusal is not None:
             _refuse(writer, *self.refusal)
-        elif self.token is not None and f"authorization: Bearer {self.token}\r\n" not in head:
+        elif self.token is not None and self.token != head.partition("authorization: Bearer ")[2].partition("\r\n")[0]:
             _refuse(writer, 401, {}, "Unauthorized")
         elif "/nodes/" in path:
             node = path.rpartition("/")[2]

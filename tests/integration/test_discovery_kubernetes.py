@@ -97,6 +97,17 @@ async def test_the_server_is_asked_for_what_matches_and_with_our_token(
         await until(lambda: server.watching == 1)
 
 
+async def test_a_server_that_is_named_does_not_learn_our_own_clusters_token(
+    server: ApiServer, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.fleet.discovery.kube_api._ACCOUNT", tmp_path)
+    (tmp_path / "token").write_text("ours")
+    server.token = ""
+    server.put(pod("a"))
+    async with following(server, registry):
+        await until(have(registry, "a"))
+
+
 async def test_a_list_comes_in_pages_and_begins_anew_where_they_have_expired(
     server: ApiServer, registry: Registry
 ) -> None:

@@ -30,7 +30,7 @@ _PAGE: Final = 500
 _MAX_LINE_BYTES: Final = 16 * 2**20  # etcd holds 1.5 MB per object
 _MAX_PAGE_BYTES: Final = 512 * 2**20
 _MAX_RETRY_AFTER_S: Final = 60.0
-_NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class KubeError(Exception):
@@ -77,7 +77,8 @@ class KubeApi:
     """
 
     def __init__(self, config: KubernetesConfig) -> None:
-        self._token_file = config.token_file
+        # Another server is not to learn the token with which ours is asked.
+        self._token_file = config.token_file or (None if config.api_url else _ACCOUNT / "token")
         self._url = (config.api_url or _in_cluster()).rstrip("/")
         self._tls = _authorities(config.ca_file)
         self._client: httpx.AsyncClient
@@ -183,6 +184,8 @@ class KubeApi:
             raise KubeError(f"{where} fails: {error or type(error).__name__}") from None
 
     def _headers(self) -> dict[str, str]:
+        if self._token_file is None:
+            return {}
         try:
             return {"authorization": f"Bearer {self._token_file.read_text('ascii').strip()}"}
         except FileNotFoundError:
@@ -194,7 +197,7 @@ class KubeApi:
 def own_namespace() -> str:
     """Return the namespace of the pod we run in; ``default`` outside of a cluster."""
     try:
-        return _NAMESPACE_FILE.read_text("utf-8").strip() or "default"
+        return (_ACCOUNT / "namespace").read_text("utf-8").strip() or "default"
     except OSError:
         return "default"
 
