@@ -230,6 +230,8 @@ class Upstream(asyncio.Protocol):
                 return b""
             raw, data = data[:end], data[end:]
             self._parser.feed_data(raw)
+            if not raw.startswith(b"HTTP/"):  # llhttp skips empty lines, and knows other protocols
+                raise httptools.HttpParserError(f"response head begins with {raw[:8]!r}")
             status = self._parser.get_status_code()
             if status >= 200:
                 break

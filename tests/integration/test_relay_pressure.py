@@ -92,6 +92,28 @@ async def test_pipelined_requests_of_a_client_that_does_not_read_wait() -> None:
             assert len((await slow.read_message()).body) == 3_000_000
 
 
+async def test_the_app_waits_for_its_turn_at_a_client_that_does_not_read() -> None:
+    big = response(b"x" * 150_000)
+    async with FakeWorker(answer(big)) as worker, relay([worker]) as rig, rig.connect() as slow:
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        sent: list[bytes] = []
+
+        def is_full() -> bool:
+            return any(connection.write_paused for connection in rig.connections)
+
+        while not is_full():
+            sent += [request(CHAT)] * 10
+            slow.send(*sent[-10:])
+            await eventually(lambda: is_full() or len(rig.records) == len(sent))
+        slow.send(request(method="GET", path="/health"))
+        (connection,) = rig.connections
+        await eventually(lambda: connection.cycle is not None)
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        bodies = [(await slow.read_message()).body for _ in range(len(sent) + 1)]
+        assert [len(body) for body in bodies[:-1]] == [150_000] * len(sent)
+        assert bodies[-1] == b'{"status":"ok"}'
+
+
 async def test_many_streams_at_once_leave_the_app_responsive() -> None:
     go_on = asyncio.Event()
 

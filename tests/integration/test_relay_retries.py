@@ -93,6 +93,8 @@ async def ask(rig: Rig, raw: bytes = request(CHAT)) -> Message:
         (close_within_head, "reset"),
         (close_before_first_byte, "reset"),
         (speak_nonsense, "malformed"),
+        (answer(b"\r\n" + response()), "malformed"),
+        (answer(response().replace(b"HTTP", b"ICE", 1)), "malformed"),
         (busy("502 Bad Gateway"), "bad_status"),
         (busy("504 Gateway Timeout"), "bad_status"),
     ],
