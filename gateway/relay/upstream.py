@@ -16,7 +16,7 @@ import httptools
 
 from gateway.config import TimeoutsConfig
 from gateway.fleet.registry import Worker
-from gateway.relay.chunked import LAST_CHUNK
+from gateway.relay.chunked import LAST_CHUNK, chunk
 from gateway.relay.head import Framing, ResponseHead, read_response_head
 from gateway.relay.retry import Failure, FailureKind
 
@@ -134,17 +134,17 @@ class Upstream(asyncio.Protocol):
 
         Only for a response that was lost: the parser is asked by feeding it, and is of no use afterwards.
         """
-        owed = 0
+        fed, inside_chunk = 0, self._chunk_open
         try:
-            if not self._chunk_open:
-                self._parser.feed_data(LAST_CHUNK)
+            if not inside_chunk:
+                self._parser.feed_data(chunk(b"\n") + LAST_CHUNK)
                 return b"" if self._complete else None
-            while owed < _MAX_FILL_BYTES:
-                self._parser.feed_data(b"\n")
-                owed += 1
-        except httptools.HttpParserError:
-            return b"\n" * owed + b"\r\n" if self._chunk_open else None
-        return None
+            while self._chunk_open and fed < _MAX_FILL_BYTES:
+                self._parser.feed_data(b"\n" if fed % 2 else b"\r")
+                fed += 1
+        except httptools.HttpParserError:  # a LF met the chunk's end: an odd number of bytes was missing before
+            return b"\n" * fed + b"\r\n" if fed % 2 else None
+        return None if self._chunk_open or self._complete else b"\n" * (fed - 2) + b"\r\n"
 
     # What the transport tells
 

@@ -101,10 +101,13 @@ async def test_the_app_waits_for_its_turn_at_a_client_that_does_not_read() -> No
         def is_full() -> bool:
             return any(connection.write_paused for connection in rig.connections)
 
+        def is_answered_or_full() -> bool:
+            return is_full() or len(rig.records) == len(sent)
+
         while not is_full():
             sent += [request(CHAT)] * 10
             slow.send(*sent[-10:])
-            await eventually(lambda: is_full() or len(rig.records) == len(sent))
+            await eventually(is_answered_or_full)
         slow.send(request(method="GET", path="/health"))
         (connection,) = rig.connections
         await eventually(lambda: connection.cycle is not None)
