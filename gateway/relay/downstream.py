@@ -403,10 +403,13 @@ class RelayProtocol(HttpToolsProtocol):
         return LINGER_S if self._deaf else self._limits.keep_alive_s
 
     def shutdown(self) -> None:
-        """Take no new request, and close once the running one is answered."""
-        if self._exchange is None:
+        """Take no new request, and close once the running one is answered, or the one whose body is arriving."""
+        incoming = self._incoming
+        if self._exchange is not None:
+            self._exchange.answer.keep_alive = False
+            self._deaf = True
+            self.pipeline.clear()
+        elif incoming is not None and not self._busy:
+            incoming.head.keep_alive = incoming.answer.keep_alive = False
+        else:
             super().shutdown()
-            return
-        self._exchange.answer.keep_alive = False
-        self._deaf = True
-        self.pipeline.clear()

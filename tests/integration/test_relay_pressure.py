@@ -208,6 +208,25 @@ async def test_an_answer_that_begins_while_the_server_drains_says_that_it_closes
         assert await client.read_to_end() == b""
 
 
+async def test_a_request_that_is_arriving_when_the_drain_begins_is_answered() -> None:
+    async with (
+        FakeWorker(answer(response())) as worker,
+        relay([worker]) as rig,
+        served(rig) as server,
+        connect(server.port) as client,
+        connect(server.port) as idle,
+    ):
+        client.send(request(CHAT)[:-5])
+        await eventually(lambda: any(connection._incoming for connection in server.server_state.connections))
+        server.should_exit = True
+        assert await idle.read_to_end() == b""
+        client.send(request(CHAT)[-5:], request(CHAT))
+        got = await client.read_message()
+        assert (got.status, got.headers["connection"]) == (200, "close")
+        assert await client.read_to_end() == b""
+        assert len(worker.requests) == 1
+
+
 async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
     async def script(wire: Wire, _: Message) -> None:
         wire.send(STREAM_HEAD, chunk(event("a")))
