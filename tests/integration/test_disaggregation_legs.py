@@ -257,6 +257,17 @@ async def test_a_client_that_leaves_during_the_prefill() -> None:
         assert handovers(rig) == counted("w0", "", "cancelled")
 
 
+async def test_a_client_that_leaves_while_the_prefill_worker_is_asked_who_it_is() -> None:
+    bootstrap = Patient()
+    async with FakeWorker(bootstrap) as server, FakeWorker(Patient()) as prefill, FakeWorker(Patient()) as decode:
+        settings = [one | {"pd": "mooncake", "bootstrap_port": server.port} for one in ROLES]
+        async with relay([prefill, decode], settings=settings, disaggregation=ALWAYS) as rig:
+            async with rig.connect() as client:
+                client.send(request(body_of(CHAT)))
+                await bootstrap.asked.wait()
+            assert await rig.outcome() is Outcome.CLIENT_GONE
+
+
 @pytest.mark.parametrize("dying", ["prefill", "decode"])
 @pytest.mark.parametrize("pd", ["sglang", "mooncake"])
 async def test_a_leg_that_fails_has_the_other_cancelled_within_100_ms(pd: str, dying: str) -> None:
