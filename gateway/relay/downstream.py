@@ -377,11 +377,11 @@ class RelayProtocol(HttpToolsProtocol):
 
     def _end(self) -> None:
         self._deaf = True
-        if self._refused and self.transport.can_write_eof():
+        if not self._refused:
+            self.transport.close()
+        elif self.transport.can_write_eof():  # TLS cannot: there the client is told by nothing but a header
             # Closing now, with bytes unread, would make the kernel reset the connection and drop our answer.
             self.transport.write_eof()
-        else:
-            self.transport.close()
 
     # Time
 

@@ -261,6 +261,22 @@ async def test_tls_on_both_sides(certificate: tuple[Path, Path]) -> None:
         assert await rig.outcome() is Outcome.OK
 
 
+async def test_a_refusal_reaches_a_client_that_is_still_sending_over_tls(certificate: tuple[Path, Path]) -> None:
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    async with (
+        FakeWorker(answer(response())) as worker,
+        relay([worker], tls=certificate, server={"max_body_bytes": 4096}) as rig,
+        rig.connect(trusting) as client,
+    ):
+        client.send(request(CHAT).replace(b"Content-Length: ", b"Content-Length: 99999"))
+        for _ in range(80):
+            client.send(b"x" * 65_536)
+            await client.writer.drain()
+        got = await client.read_message()
+        assert (got.status, got.headers["connection"]) == (413, "close")
+        assert await client.read_to_end() == b""
+
+
 async def test_a_client_that_leaves_over_tls_is_noticed(certificate: tuple[Path, Path]) -> None:
     asked, given_up = asyncio.Event(), asyncio.Event()
 
