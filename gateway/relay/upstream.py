@@ -307,7 +307,8 @@ class WorkerPool:
         except TimeoutError:
             raise ConnectFailed(f"did not accept a connection within {self._timeout_s} s") from None
         except OSError as error:
-            raise ConnectFailed(f"cannot be reached: {error.strerror or error}") from None
+            why = error.strerror or str(error) or type(error).__name__  # hung up on in TLS's handshake, it says nothing
+            raise ConnectFailed(f"cannot be reached: {why}") from None
         return upstream
 
     async def ask(

@@ -295,6 +295,17 @@ async def test_a_client_that_leaves_over_tls_is_noticed(certificate: tuple[Path,
         assert await rig.outcome() is Outcome.CLIENT_GONE
 
 
+async def test_of_a_worker_that_hangs_up_during_the_handshake_the_client_is_told_why() -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with relay([f"https://127.0.0.1:{port}"]) as rig, rig.connect() as client:
+            client.send(request(CHAT))
+            assert b"cannot be reached: Connection" in (await client.read_message()).body
+
+
 async def test_a_worker_with_an_untrusted_certificate_is_not_spoken_to(certificate: tuple[Path, Path]) -> None:
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     serving.load_cert_chain(*certificate)
