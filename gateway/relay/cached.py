@@ -14,7 +14,7 @@ import msgspec
 from gateway.relay.chunked import LAST_CHUNK, chunk
 from gateway.relay.head import Framing, ResponseHead
 from gateway.relay.retry import Failure
-from gateway.relay.sse import split_events
+from gateway.relay.sse import end_of_events
 from gateway.relay.upstream import Receiver
 
 # Generated text cannot contain the keys: quotes are escaped there.
@@ -44,7 +44,8 @@ class CachedTokens:
         self._tokens = tokens
         self._head: ResponseHead | None = None  # of an answer that is kept
         self._streams = False
-        self._kept = b""
+        self._kept = bytearray()
+        self._seen = 0  # bytes of it that were looked at
 
     def on_upstream_head(self, head: ResponseHead) -> None:
         """The answer begins."""
@@ -64,11 +65,12 @@ class CachedTokens:
     def on_upstream_data(self, data: bytes) -> None:
         """Bytes of the body, whose payload is known already."""
         if self._streams:
-            events, rest = split_events(self._kept)
-            if len(rest) > _MAX_BYTES:
-                events, rest = [*events, rest], b""
-            whole = self._kept[: len(self._kept) - len(rest)]
-            self._kept = rest
+            end = end_of_events(self._kept, self._seen)
+            if len(self._kept) - end > _MAX_BYTES:
+                end = len(self._kept)
+            whole = bytes(self._kept[:end])
+            del self._kept[:end]
+            self._seen = len(self._kept)
             if whole:
                 passed = _USAGE.sub(self._rewritten, whole)
                 self._inner.on_upstream_payload(passed)
@@ -76,17 +78,17 @@ class CachedTokens:
         elif self._head is None:
             self._inner.on_upstream_data(data)
         elif len(self._kept) > _MAX_BYTES:
-            self._release(self._head, self._kept)
+            self._release(self._head, bytes(self._kept))
 
     def on_upstream_end(self) -> None:
         """It is complete."""
         if self._streams:
             if self._kept:
-                self._inner.on_upstream_payload(self._kept)
-                self._inner.on_upstream_data(chunk(self._kept))
+                self._inner.on_upstream_payload(bytes(self._kept))
+                self._inner.on_upstream_data(chunk(bytes(self._kept)))
             self._inner.on_upstream_data(LAST_CHUNK)
         elif self._head is not None:
-            body = _USAGE.sub(self._rewritten, self._kept)
+            body = _USAGE.sub(self._rewritten, bytes(self._kept))
             raw = _LENGTH.sub(rb"\1 %d" % len(body), self._head.raw)
             self._release(msgspec.structs.replace(self._head, raw=raw), body)
         self._inner.on_upstream_end()
@@ -96,7 +98,7 @@ class CachedTokens:
         self._inner.on_upstream_lost(failure)
 
     def _release(self, head: ResponseHead, body: bytes) -> None:
-        self._head, self._kept = None, b""
+        self._head, self._kept = None, bytearray()
         self._inner.on_upstream_head(head)
         if body:
             self._inner.on_upstream_payload(body)

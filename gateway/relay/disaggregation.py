@@ -188,10 +188,13 @@ class HandOver:
             turn = pairing.turn if worker.config.pd == "nixl" else None
             pairing = None
             route = count_leg(services, plan, worker, chosen.hit_tokens, monotonic(), decodes=False)
-            body = await self._bodies(chosen, turn)
-            if body is None:
-                route.end(monotonic())
-            else:
+            body: bytes | None = None
+            try:
+                body = await self._bodies(chosen, turn)
+            finally:
+                if body is None:
+                    route.end(monotonic())
+            if body is not None:
                 pulls = turn is not None
                 self._leg = leg = PrefillLeg(services, self._exchange.head, plan, route, body, pulls=pulls)
                 if worker.config.pd in legs.AT_ONCE:

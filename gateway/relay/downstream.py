@@ -134,20 +134,23 @@ class RelayProtocol(HttpToolsProtocol):
         received = len(data)
         self._long_read = received > MAX_HEAD_BYTES
         self._request_ended = False
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
-            return
-        except httptools.HttpParserError as error:
-            self._refuse(BadRequest(f"The request is not valid HTTP/1.1: {error}."))
-            return
+        while True:
+            try:
+                self.parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._decline_upgrade(data[upgrade.args[0] :])
+                if not data:
+                    return
+            except httptools.HttpParserError as error:
+                self._refuse(BadRequest(f"The request is not valid HTTP/1.1: {error}."))
+                return
         if self._in_head:
             if not self._request_ended:
                 self._head_bytes += received
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
-        elif self._incoming is not None:
+        elif self._incoming is not None or self._for_app:
             self._quiet_since = monotonic()
             self._check_framing(received)
 
@@ -182,14 +185,13 @@ class RelayProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Collect the body, up to the configured limit."""
+        self._pieces += 1
+        self._body_bytes += len(body)
         incoming = self._incoming
         if incoming is None:
             if self._for_app:
                 super().on_body(body)
-            return
-        self._pieces += 1
-        self._body_bytes += len(body)
-        if self._body_bytes > self._limits.max_body_bytes:
+        elif self._body_bytes > self._limits.max_body_bytes:
             self._refuse(self._body_too_large())
         elif self._pieces == 1:  # a body that comes in one piece is not copied
             incoming.body = body
@@ -217,21 +219,19 @@ class RelayProtocol(HttpToolsProtocol):
 
     # Reading requests
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Read a request again without its offer to upgrade: llhttp takes its body for the other protocol."""
-        if self._deaf:
-            return
-        method, headers = self.parser.get_method(), self.headers
+    def _decline_upgrade(self, rest: bytes) -> bytes:
+        """Return a request to be read again without its offer to upgrade: llhttp takes its body for that protocol."""
+        method, version, headers = self.parser.get_method(), self.parser.get_http_version(), self.headers
         if method == b"CONNECT":
             self._refuse(BadRequest("CONNECT is not supported."))
-            return
+            return b""
         lines = [
-            b"%b %b HTTP/1.1" % (method, self.url),
+            b"%b %b HTTP/%b" % (method, self.url, version.encode()),
             *(b"%b: %b" % header for header in headers if header[0] != b"upgrade"),
         ]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self.data_received(b"\r\n".join((*lines, b"", rest)))
+        return b"\r\n".join((*lines, b"", rest))
 
     def _check_head_size(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -258,7 +258,7 @@ class RelayProtocol(HttpToolsProtocol):
     def _invite_body(self) -> None:
         """Answer ``Expect: 100-continue``, where that is waited for."""
         if self._incoming is not None and self._incoming.head.expects_continue and not self._body_bytes:
-            self.transport.write(_CONTINUE)
+            self.write(_CONTINUE)
 
     def _hand_to_app(self) -> None:
         url, headers = self.url, self.headers
@@ -267,12 +267,17 @@ class RelayProtocol(HttpToolsProtocol):
         for name, value in headers:
             super().on_header(name, value)
         self._for_app = True
+        self._body_bytes = self._wire_bytes = self._pieces = 0
         super().on_headers_complete()
 
     def _check_framing(self, received: int) -> None:
         """Bound what a chunked upload may spend on anything but its body, as on extensions and trailers."""
         self._wire_bytes += received
-        if self._wire_bytes - self._body_bytes > _FRAMING_BYTES + _FRAMING_BYTES_PER_PIECE * self._pieces:
+        if self._wire_bytes - self._body_bytes <= _FRAMING_BYTES + _FRAMING_BYTES_PER_PIECE * self._pieces:
+            return
+        if self._for_app:  # which has answered already, or waits for the body's end
+            self.transport.abort()
+        else:
             self._refuse(BadRequest("The body's chunk extensions or trailers are out of proportion."))
 
     def _body_too_large(self) -> TooLarge:
@@ -293,6 +298,7 @@ class RelayProtocol(HttpToolsProtocol):
     def _busy(self) -> bool:
         return (
             self._exchange is not None
+            or self._between_exchanges
             or bool(self.pipeline)
             or (self.cycle is not None and not self.cycle.response_complete)
         )
@@ -314,7 +320,7 @@ class RelayProtocol(HttpToolsProtocol):
         """Start what is next in the queue; uvicorn calls this for its own requests, as they come or when one ends."""
         if isinstance(cycle, Exchange):
             self._start(cycle)
-        elif self._exchange is not None:
+        elif self._exchange is not None or self._between_exchanges:
             self.pipeline.appendleft((cycle, app))
         else:
             super()._start_asgi_task(cycle, app)
@@ -325,6 +331,13 @@ class RelayProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
             self._start_asgi_task(*self.pipeline.pop())
         else:
+            self._invite_body()
+
+    def on_response_complete(self) -> None:
+        """The app has answered: uvicorn starts what is next, and closes where nothing comes; a body may be coming."""
+        super().on_response_complete()
+        if self._incoming is not None and not self._busy:
+            self._unset_keepalive_if_required()
             self._invite_body()
 
     # What exchanges use
@@ -364,11 +377,11 @@ class RelayProtocol(HttpToolsProtocol):
 
     def _end(self) -> None:
         self._deaf = True
-        if self._refused and self.transport.can_write_eof():
+        if not self._refused:
+            self.transport.close()
+        elif self.transport.can_write_eof():  # TLS cannot: there the client is told by nothing but a header
             # Closing now, with bytes unread, would make the kernel reset the connection and drop our answer.
             self.transport.write_eof()
-        else:
-            self.transport.close()
 
     # Time
 
@@ -390,10 +403,13 @@ class RelayProtocol(HttpToolsProtocol):
         return LINGER_S if self._deaf else self._limits.keep_alive_s
 
     def shutdown(self) -> None:
-        """Take no new request, and close once the running one is answered."""
-        if self._exchange is None:
+        """Take no new request, and close once the running one is answered, or the one whose body is arriving."""
+        incoming = self._incoming
+        if self._exchange is not None:
+            self._exchange.answer.keep_alive = False
+            self._deaf = True
+            self.pipeline.clear()
+        elif incoming is not None and not self._busy:
+            incoming.head.keep_alive = incoming.answer.keep_alive = False
+        else:
             super().shutdown()
-            return
-        self._exchange.answer.keep_alive = False
-        self._deaf = True
-        self.pipeline.clear()

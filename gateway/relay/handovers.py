@@ -147,7 +147,7 @@ class HandOverBook:
             async with httpx.AsyncClient(trust_env=False, timeout=_QUERY_TIMEOUT_S) as client:
                 answer = await client.get(f"{bootstrap_url(worker)}/query")
             engine = str(answer.json()[str(worker.config.data_parallel_rank or 0)]["engine_id"])
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError):
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):
             self._engines.pop(worker, None)
             return None
         self._engines[worker] = engine, monotonic()

@@ -36,6 +36,7 @@ _WRITTEN_BY_US: Final = frozenset(
 )
 _READ_FROM_REQUEST: Final = _HOP_BY_HOP | _WRITTEN_BY_US
 _DROPPED_FROM_RESPONSE: Final = _HOP_BY_HOP | {b"x-request-id"}
+_NEVER_NOMINATED: Final = frozenset({b"", b"close", b"content-length", b"keep-alive", b"transfer-encoding", b"upgrade"})
 _INTERNAL: Final = b"x-kvway-"
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -154,8 +155,8 @@ def _passes_on(name: bytes, nominated: set[bytes]) -> bool:
 
 
 def _nominated(connection: bytes) -> set[bytes]:
-    """Return the headers that ``Connection`` declares to be for the next hop only."""
-    return {token.strip().lower() for token in connection.split(b",")} - {b"keep-alive", b"close", b"upgrade", b""}
+    """Return the headers that ``Connection`` declares to be for the next hop only; never those that frame the body."""
+    return {token.strip().lower() for token in connection.split(b",")} - _NEVER_NOMINATED
 
 
 def _check_transfer_coding(coding: bytes, http10: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from gateway.errors import BadRequest
 from gateway.fleet.registry import Worker
 
 Fields = dict[str, msgspec.Raw]
@@ -65,16 +66,26 @@ def read_fields(body: bytes, keep_params: bool) -> Fields:
     Args:
         body: a JSON object, read before.
         keep_params: ``kv_transfer_params`` are of our own making.
+
+    Raises:
+        BadRequest: it is nested too deeply; what has read it before may have had a little more room.
     """
     try:
-        fields = _decode(body)
-    except msgspec.DecodeError:  # some JSON is read only by the parser that engines use
-        fields = {name: msgspec.Raw(json.dumps(value).encode()) for name, value in json.loads(body).items()}
+        fields = _raw_fields(body)
+    except RecursionError:
+        raise BadRequest("The request body is nested too deeply.") from None
     return {
         name: value
         for name, value in fields.items()
         if not name.startswith(_BOOTSTRAP) and (keep_params or name != _PARAMS)
     }
+
+
+def _raw_fields(body: bytes) -> Fields:
+    try:
+        return _decode(body)
+    except msgspec.DecodeError:  # some JSON is read only by the parser that engines use
+        return {name: msgspec.Raw(json.dumps(value).encode()) for name, value in json.loads(body).items()}
 
 
 def write_fields(fields: Fields) -> bytes:
@@ -89,7 +100,7 @@ def sequences(path: str, body: bytes) -> int:
     """
     try:
         items = _items(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return 0
     if items.echo or items.prompt_logprobs is not None or items.use_beam_search or items.best_of not in (None, 1):
         return 0
@@ -219,5 +230,5 @@ def read_params(body: bytes) -> bytes:
     """Return the ``kv_transfer_params`` of a prefill worker's answer as they came; ``null`` where there are none."""
     try:
         return bytes(_answer(body).kv_transfer_params)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # SGLang's answers may be streams
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # SGLang's answers may be streams
         return b"null"

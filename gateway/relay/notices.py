@@ -127,7 +127,7 @@ class Notices:
             message = await socket.recv()
             try:
                 notice = _decode(message)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 log.warning("what came to disaggregation.lmcache_bind is no message of LMCache's")
                 continue
             request_id = notice.get("req_id")

@@ -19,7 +19,7 @@ from gateway.relay.partial import RESUMABLE_PATHS, Joint, PartialAnswer, Refusal
 from gateway.relay.retry import Failure, FailureKind, refused_by
 from gateway.relay.route import Plan, has_others, make_plan
 from gateway.relay.services import Services
-from gateway.relay.sse import split_events
+from gateway.relay.sse import end_of_events, split_events
 from gateway.relay.upstream import Receiver
 
 _MAX_EVENT_BYTES: Final = 256 * 1024
@@ -64,6 +64,7 @@ class Resumption:
         "_reframes",
         "_rest",
         "_resumed",
+        "_seen",
         "_services",
         "_struck_by",
     )
@@ -80,6 +81,7 @@ class Resumption:
         self._partial = PartialAnswer(config.max_text_bytes)
         self._joint: Joint | None = None  # of the continuation under way
         self._rest = b""  # the beginning of an event
+        self._seen = 0  # bytes of it that were looked at
         self._resumed = 0
         self._struck_by: FailureKind | None = None  # until a continuation begins
         self._reframes = False  # the client gets whole events; else a worker's bytes as they are
@@ -147,7 +149,7 @@ class Resumption:
 
     def on_upstream_head(self, head: ResponseHead) -> None:
         """A stream begins, or something that needs no resumption."""
-        self._rest = b""
+        self._rest, self._seen = b"", 0
         streams = head.status == 200 and head.is_event_stream and head.framing is Framing.CHUNKED
         if self._joint is not None and not streams:
             self._exchange.abandon(refused_by(head))
@@ -167,11 +169,10 @@ class Resumption:
         if not self._reframes:
             self._exchange.on_upstream_data(data)
             return
-        payload = self._rest
-        events, self._rest = split_events(payload)
-        if self._joint is None:
-            passed = payload[: len(payload) - len(self._rest)]
-        else:
+        end = end_of_events(self._rest, self._seen)
+        passed, self._rest = self._rest[:end], self._rest[end:]
+        events = split_events(passed)
+        if self._joint is not None:
             events = [self._joint.rewrite(event) for event in events]
             passed = b"".join(events)
         for event in events:
@@ -179,6 +180,7 @@ class Resumption:
         if len(self._rest) > _MAX_EVENT_BYTES:
             self._partial.refuse(Refusal.UNREADABLE)
             passed, self._rest = passed + self._rest, b""
+        self._seen = len(self._rest)
         if passed:
             self._pass_on(passed)
 

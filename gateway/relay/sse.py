@@ -92,7 +92,18 @@ def data_of(event: bytes) -> bytes:
     return b"\n".join([line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")])
 
 
-def split_events(payload: bytes) -> tuple[list[bytes], bytes]:
-    """Return the whole events that a piece of a stream begins with, without their ends, and the rest."""
-    *events, rest = _EVENT_END.split(payload)
-    return events, rest
+def end_of_events(payload: bytes | bytearray, seen: int) -> int:
+    """Return where the last whole event of a piece of a stream ends; 0 where none does.
+
+    Args:
+        payload: the piece.
+        seen: bytes at its beginning in which none ends: a long event is not searched again with all that comes of it.
+    """
+    start = max(0, seen - 2)
+    lines, of_crlf = payload.rfind(b"\n\n", start), payload.rfind(b"\n\r\n", start)
+    return max(0 if lines < 0 else lines + 2, 0 if of_crlf < 0 else of_crlf + 3)
+
+
+def split_events(payload: bytes) -> list[bytes]:
+    """Return whole events without their ends."""
+    return _EVENT_END.split(payload)[:-1]

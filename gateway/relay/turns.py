@@ -134,7 +134,7 @@ class ParamsReader:
         value = self._kept.removeprefix(_KEY).lstrip().removeprefix(b":").lstrip()
         try:
             params, _ = _read(value.decode())
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return params if isinstance(params, dict) else None
 

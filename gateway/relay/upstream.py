@@ -16,7 +16,7 @@ import httptools
 
 from gateway.config import TimeoutsConfig
 from gateway.fleet.registry import Worker
-from gateway.relay.chunked import LAST_CHUNK
+from gateway.relay.chunked import LAST_CHUNK, chunk
 from gateway.relay.head import Framing, ResponseHead, read_response_head
 from gateway.relay.retry import Failure, FailureKind
 
@@ -134,17 +134,17 @@ class Upstream(asyncio.Protocol):
 
         Only for a response that was lost: the parser is asked by feeding it, and is of no use afterwards.
         """
-        owed = 0
+        fed, inside_chunk = 0, self._chunk_open
         try:
-            if not self._chunk_open:
-                self._parser.feed_data(LAST_CHUNK)
+            if not inside_chunk:
+                self._parser.feed_data(chunk(b"\n") + LAST_CHUNK)
                 return b"" if self._complete else None
-            while owed < _MAX_FILL_BYTES:
-                self._parser.feed_data(b"\n")
-                owed += 1
-        except httptools.HttpParserError:
-            return b"\n" * owed + b"\r\n" if self._chunk_open else None
-        return None
+            while self._chunk_open and fed < _MAX_FILL_BYTES:
+                self._parser.feed_data(b"\n" if fed % 2 else b"\r")
+                fed += 1
+        except httptools.HttpParserError:  # a LF met the chunk's end: an odd number of bytes was missing before
+            return b"\n" * fed + b"\r\n" if fed % 2 else None
+        return None if self._chunk_open or self._complete else b"\n" * (fed - 2) + b"\r\n"
 
     # What the transport tells
 
@@ -230,6 +230,8 @@ class Upstream(asyncio.Protocol):
                 return b""
             raw, data = data[:end], data[end:]
             self._parser.feed_data(raw)
+            if not raw.startswith(b"HTTP/"):  # llhttp skips empty lines, and knows other protocols
+                raise httptools.HttpParserError(f"response head begins with {raw[:8]!r}")
             status = self._parser.get_status_code()
             if status >= 200:
                 break
@@ -305,7 +307,8 @@ class WorkerPool:
         except TimeoutError:
             raise ConnectFailed(f"did not accept a connection within {self._timeout_s} s") from None
         except OSError as error:
-            raise ConnectFailed(f"cannot be reached: {error.strerror or error}") from None
+            why = error.strerror or str(error) or type(error).__name__  # hung up on in TLS's handshake, it says nothing
+            raise ConnectFailed(f"cannot be reached: {why}") from None
         return upstream
 
     async def ask(

@@ -150,7 +150,11 @@ WRITTEN = msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": "x" * 37}).rep
 
 
 async def test_lmcache_legs_are_what_it_expects_and_the_second_waits_until_every_rank_has_written() -> None:
-    noise = [b"no msgpack", msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": "another"})]
+    noise = [
+        b"no msgpack",
+        b"\x81\xa1a" + b"\x91" * 10_000,
+        msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": "another"}),
+    ]
     fields = {"max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
     async with lmcache_pair(2, [WRITTEN, *noise, WRITTEN], (b"".join(STREAM),)) as (rig, prefill, (decode,)):
         message = await ask(rig, CHAT, **fields, **SPOOFED)
@@ -255,6 +259,28 @@ async def test_a_client_that_leaves_during_the_prefill() -> None:
         assert await rig.outcome() is Outcome.CLIENT_GONE
         assert rig.blamed == []
         assert handovers(rig) == counted("w0", "", "cancelled")
+
+
+@pytest.mark.parametrize("pd", ["nixl", "mooncake"])
+async def test_what_a_prefill_worker_nests_too_deeply_to_read_hands_nothing_over(pd: str) -> None:
+    nested = answers(response(b'{"kv_transfer_params":%b%b}' % (b"[" * 10_000, b"]" * 10_000)))
+    async with FakeWorker(nested) as prefill, FakeWorker(answers(response())) as decode:
+        settings = [one | {"pd": pd, "bootstrap_port": prefill.port} for one in ROLES]
+        async with relay([prefill, decode], settings=settings, disaggregation=ALWAYS) as rig:
+            assert (await ask(rig, CHAT)).body == b"{}"
+            await rig.settled()
+            assert handovers(rig) == counted("w0", "", "prefill_failed")
+
+
+async def test_a_client_that_leaves_while_the_prefill_worker_is_asked_who_it_is() -> None:
+    bootstrap = Patient()
+    async with FakeWorker(bootstrap) as server, FakeWorker(Patient()) as prefill, FakeWorker(Patient()) as decode:
+        settings = [one | {"pd": "mooncake", "bootstrap_port": server.port} for one in ROLES]
+        async with relay([prefill, decode], settings=settings, disaggregation=ALWAYS) as rig:
+            async with rig.connect() as client:
+                client.send(request(body_of(CHAT)))
+                await bootstrap.asked.wait()
+            assert await rig.outcome() is Outcome.CLIENT_GONE
 
 
 @pytest.mark.parametrize("dying", ["prefill", "decode"])

@@ -92,6 +92,31 @@ async def test_pipelined_requests_of_a_client_that_does_not_read_wait() -> None:
             assert len((await slow.read_message()).body) == 3_000_000
 
 
+async def test_the_app_waits_for_its_turn_at_a_client_that_does_not_read() -> None:
+    big = response(b"x" * 150_000)
+    async with FakeWorker(answer(big)) as worker, relay([worker]) as rig, rig.connect() as slow:
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        sent: list[bytes] = []
+
+        def is_full() -> bool:
+            return any(connection.write_paused for connection in rig.connections)
+
+        def is_answered_or_full() -> bool:
+            return is_full() or len(rig.records) == len(sent)
+
+        while not is_full():
+            sent += [request(CHAT)] * 10
+            slow.send(*sent[-10:])
+            await eventually(is_answered_or_full)
+        slow.send(request(method="GET", path="/health"))
+        (connection,) = rig.connections
+        await eventually(lambda: connection.cycle is not None)
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        bodies = [(await slow.read_message()).body for _ in range(len(sent) + 1)]
+        assert [len(body) for body in bodies[:-1]] == [150_000] * len(sent)
+        assert bodies[-1] == b'{"status":"ok"}'
+
+
 async def test_many_streams_at_once_leave_the_app_responsive() -> None:
     go_on = asyncio.Event()
 
@@ -183,6 +208,25 @@ async def test_an_answer_that_begins_while_the_server_drains_says_that_it_closes
         assert await client.read_to_end() == b""
 
 
+async def test_a_request_that_is_arriving_when_the_drain_begins_is_answered() -> None:
+    async with (
+        FakeWorker(answer(response())) as worker,
+        relay([worker]) as rig,
+        served(rig) as server,
+        connect(server.port) as client,
+        connect(server.port) as idle,
+    ):
+        client.send(request(CHAT)[:-5])
+        await eventually(lambda: any(connection._incoming for connection in server.server_state.connections))
+        server.should_exit = True
+        assert await idle.read_to_end() == b""
+        client.send(request(CHAT)[-5:], request(CHAT))
+        got = await client.read_message()
+        assert (got.status, got.headers["connection"]) == (200, "close")
+        assert await client.read_to_end() == b""
+        assert len(worker.requests) == 1
+
+
 async def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
     async def script(wire: Wire, _: Message) -> None:
         wire.send(STREAM_HEAD, chunk(event("a")))
@@ -217,6 +261,22 @@ async def test_tls_on_both_sides(certificate: tuple[Path, Path]) -> None:
         assert await rig.outcome() is Outcome.OK
 
 
+async def test_a_refusal_reaches_a_client_that_is_still_sending_over_tls(certificate: tuple[Path, Path]) -> None:
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    async with (
+        FakeWorker(answer(response())) as worker,
+        relay([worker], tls=certificate, server={"max_body_bytes": 4096}) as rig,
+        rig.connect(trusting) as client,
+    ):
+        client.send(request(CHAT).replace(b"Content-Length: ", b"Content-Length: 99999"))
+        for _ in range(80):
+            client.send(b"x" * 65_536)
+            await client.writer.drain()
+        got = await client.read_message()
+        assert (got.status, got.headers["connection"]) == (413, "close")
+        assert await client.read_to_end() == b""
+
+
 async def test_a_client_that_leaves_over_tls_is_noticed(certificate: tuple[Path, Path]) -> None:
     asked, given_up = asyncio.Event(), asyncio.Event()
 
@@ -233,6 +293,17 @@ async def test_a_client_that_leaves_over_tls_is_noticed(certificate: tuple[Path,
         async with asyncio.timeout(0.5):
             await given_up.wait()
         assert await rig.outcome() is Outcome.CLIENT_GONE
+
+
+async def test_of_a_worker_that_hangs_up_during_the_handshake_the_client_is_told_why() -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with relay([f"https://127.0.0.1:{port}"]) as rig, rig.connect() as client:
+            client.send(request(CHAT))
+            assert b"cannot be reached: Connection" in (await client.read_message()).body
 
 
 async def test_a_worker_with_an_untrusted_certificate_is_not_spoken_to(certificate: tuple[Path, Path]) -> None:

@@ -102,6 +102,14 @@ async def test_expect_100_continue_waits_for_its_turn(client: Wire) -> None:
     assert (await client.read_message()).body == CHAT
 
 
+async def test_expect_100_continue_waits_for_the_apps_answer_too(client: Wire) -> None:
+    health = request(method="GET", path="/health")
+    client.send(request(CHAT), health, HEAD, b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % len(CHAT))
+    assert [(await client.read_message()).status for _ in range(3)] == [200, 200, 100]
+    client.send(CHAT)
+    assert (await client.read_message()).body == CHAT
+
+
 async def test_no_body_is_invited_that_would_be_refused(client: Wire) -> None:
     client.send(HEAD, b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n" % (LIMIT + 1))
     assert (await client.read_message()).status == 413
@@ -135,6 +143,19 @@ async def test_an_offer_to_upgrade_is_not_taken_up(client: Wire) -> None:
     client.send(request(CHAT, headers=headers), request(CHAT))
     assert (await client.read_message()).body == CHAT
     assert (await client.read_message()).body == CHAT
+
+
+async def test_any_number_of_offers_to_upgrade_may_be_pipelined(client: Wire) -> None:
+    count = 1000
+    client.send(b"GET /v1/x HTTP/1.1\r\nHost: g\r\nConnection: Upgrade\r\nUpgrade: h\r\n\r\n" * count)
+    assert {(await client.read_message()).status for _ in range(count)} == {200}
+
+
+async def test_an_offer_to_upgrade_makes_no_newer_client(client: Wire) -> None:
+    client.send(request(CHAT, version="1.0", headers={"Connection": "Upgrade", "Upgrade": "h2c"}))
+    got = await client.read_message()
+    assert (got.body, got.headers["connection"]) == (CHAT, "close")
+    assert await client.read_to_end() == b""
 
 
 async def test_an_absolute_target_is_understood(client: Wire) -> None:
@@ -339,6 +360,14 @@ async def test_chunk_extensions_and_trailers_are_bounded(client: Wire, filler: b
         if with_refusal.done():
             break
     assert (await with_refusal).status == 400
+
+
+async def test_trailers_of_a_body_for_the_app_are_bounded(client: Wire, rig: Rig) -> None:
+    client.send(b"POST /health HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n")
+    with pytest.raises(ConnectionError):
+        for _ in range(100):
+            await client.send_slowly(b"A: b\r\n" * 10_000)
+    await eventually(lambda: not rig.connections)
 
 
 async def test_a_body_in_tiny_chunks_is_understood(client: Wire) -> None:

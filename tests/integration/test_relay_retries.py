@@ -93,6 +93,8 @@ async def ask(rig: Rig, raw: bytes = request(CHAT)) -> Message:
         (close_within_head, "reset"),
         (close_before_first_byte, "reset"),
         (speak_nonsense, "malformed"),
+        (answer(b"\r\n" + response()), "malformed"),
+        (answer(response().replace(b"HTTP", b"ICE", 1)), "malformed"),
         (busy("502 Bad Gateway"), "bad_status"),
         (busy("504 Gateway Timeout"), "bad_status"),
     ],
@@ -381,6 +383,16 @@ async def test_a_stream_cut_inside_a_chunk_still_ends_with_an_error_event(cut_at
             return
         got = await client.read_message()
         assert_ends_with_error(got.body, event("a"))
+
+
+@pytest.mark.parametrize("last", [b"0\r\n", b"0\r\n\r", b"0\r\nX: y", b"0\r\nX: y\r\n", b"0;x"])
+async def test_nothing_follows_a_stream_cut_after_its_last_chunk(last: bytes) -> None:
+    whole = chunk(event("a") + DONE)
+    async with fleet(dies_after(STREAM_HEAD + whole + last)) as (rig, _), rig.connect() as client:
+        client.send(request(STREAMED))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client.read_message()
+        assert await rig.outcome() is Outcome.CUT
 
 
 async def test_an_event_split_over_chunks_and_cut_is_closed_before_the_error() -> None:

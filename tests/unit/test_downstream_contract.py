@@ -27,12 +27,13 @@ OVERRIDDEN = {
     "on_headers_complete": [],
     "on_body": ["body"],
     "on_message_complete": [],
+    "on_response_complete": [],
     "shutdown": [],
     "_start_asgi_task": ["cycle", "app"],
 }
 """Methods replaced or extended, with the arguments that uvicorn and httptools pass."""
 
-CALLED = ["_unset_keepalive_if_required", "on_response_complete", "on_url"]
+CALLED = ["_unset_keepalive_if_required", "on_url"]
 """Methods used as they are."""
 
 

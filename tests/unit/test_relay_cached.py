@@ -75,6 +75,17 @@ def test_an_event_passes_as_soon_as_it_is_whole() -> None:
     assert witness.payload == event("one")
 
 
+def test_an_event_of_megabytes_is_not_searched_anew_with_every_piece_of_it() -> None:
+    witness = Witness()
+    receiver = CachedTokens(witness, lambda _: 1)
+    receiver.on_upstream_head(STREAM_HEAD)
+    long = b"data: " + b"x" * 4_000_000 + b"\n\n"
+    for piece in pieces(long, 1000):  # each would be searched for long: minutes in all
+        receiver.on_upstream_payload(piece)
+        receiver.on_upstream_data(piece)
+    assert witness.payload == long
+
+
 def test_an_answers_length_changes_with_it() -> None:
     witness = Witness()
     receiver = CachedTokens(witness, lambda _: 12345)

@@ -178,6 +178,12 @@ def test_the_workers_hop_by_hop_headers_end_here() -> None:
     assert result.for_client(b"x-request-id: c\r\n") == b"HTTP/1.1 200 Fine\r\nServer: v\r\nx-request-id: c\r\n\r\n"
 
 
+@pytest.mark.parametrize("field", [b"Content-Length: 2", b"Transfer-Encoding: chunked"])
+def test_a_worker_cannot_call_the_framing_of_its_body_hop_by_hop(field: bytes) -> None:
+    result = response(b"Connection: " + field.partition(b":")[0], field)
+    assert result.for_client(b"") == b"HTTP/1.1 200 Fine\r\n" + field + b"\r\n\r\n"
+
+
 def test_an_old_workers_version_is_not_passed_on() -> None:
     assert response(version=b"HTTP/1.0").for_client(b"").startswith(b"HTTP/1.1 200 Fine\r\n")
     assert response(b"Connection: close", version=b"HTTP/1.0").for_client(b"").startswith(b"HTTP/1.1 200 Fine\r\n")

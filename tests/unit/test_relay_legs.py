@@ -7,6 +7,7 @@ import json
 import msgspec
 import pytest
 
+from gateway.errors import BadRequest
 from gateway.relay import legs
 from tests.golden import DATA
 
@@ -44,6 +45,14 @@ def test_what_gateways_set_is_not_taken_from_clients() -> None:
 def test_a_body_that_only_engines_can_read_is_stripped_too() -> None:
     fields = legs.read_fields(b'{"temperature":NaN,"bootstrap_host":"x"}', keep_params=False)
     assert legs.write_fields(fields) == b'{"temperature":NaN}'
+
+
+@pytest.mark.parametrize("before", [b"1", b"NaN"])
+def test_a_body_nested_too_deeply_is_the_clients_mistake(before: bytes) -> None:
+    body = b'{"a":%b,"b":%b%b}' % (before, b"[" * 10_000, b"]" * 10_000)
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        legs.read_fields(body, keep_params=False)
+    assert legs.sequences("/v1/completions", body) == 0
 
 
 def test_token_ids_of_our_own_go_to_both_workers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gateway.relay.sse import UsageReader, error_event
+from gateway.relay.sse import UsageReader, end_of_events, error_event, split_events
 
 USAGE = {
     "prompt_tokens": 500,
@@ -105,3 +105,13 @@ def test_a_stream_is_between_events_after_an_empty_line(pieces: list[bytes], mid
     for piece in pieces:
         reader.feed(piece)
     assert reader.mid_event is mid_event
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\n\r\n", b"\r\n\n"])
+def test_an_event_ends_with_an_empty_line_however_it_is_cut(end: bytes) -> None:
+    event = b"event: a\r\ndata: 1"
+    for seen in range(len(event + end)):
+        assert end_of_events((event + end)[:seen], 0) == 0
+        assert end_of_events(event + end, seen) == len(event + end)
+        assert end_of_events(event + end + event, seen) == len(event + end)
+    assert split_events(event + end + event + end) == [event, event]

@@ -104,7 +104,12 @@ def test_parameters_are_found_wherever_the_answer_is_cut(size: int):
     assert reader.params() == PARAMS
 
 
-@pytest.mark.parametrize("body", [b"", b'{"id":1}', b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{"a"'])
+NESTED = b'{"kv_transfer_params":' + b"[" * 10_000 + b"]" * 10_000
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b'{"id":1}', b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{"a"', NESTED]
+)
 def test_an_answer_without_parameters_has_none(body: bytes):
     reader = ParamsReader()
     reader.feed(body)
