@@ -399,6 +399,53 @@ async def test_what_an_lmcache_server_held_is_void_after(fleet, seq, incarnation
     assert await fleet.held(worker) == 4
 
 
+async def test_an_lmcache_server_has_a_chunk_or_not_however_often_it_says_so(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await directory(fleet, 1, "store", PROMPT)
+    await directory(fleet, 2, "store", PROMPT)
+    assert await fleet.held(worker) == 8
+    await directory(fleet, 3, "delete", PROMPT)
+    assert await fleet.held(worker) == 0
+
+
+async def test_what_an_lmcache_server_said_in_an_earlier_life_comes_too_late(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await directory(fleet, 1, "store", PROMPT[:4], incarnation=2)
+    await directory(fleet, 7, "store", PROMPT, incarnation=1)
+    assert await fleet.held(worker) == 4
+
+
+@pytest.mark.parametrize("said_by", ["a", "b", "c"])
+async def test_what_any_member_drops_from_a_pool_none_has_any_more(fleet, said_by):
+    publishers, workers = {}, {}
+    for name in "abc":
+        publishers[name] = publisher = fleet.publisher()
+        events = KvEventsConfig(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+        workers[name] = fleet.join_with(events, name, pool="store")
+        await publisher.subscribed.wait()
+    index = PooledIndex(fleet.index, fleet.feeds.pools, fleet.registry)
+
+    async def tokens_held() -> list[int]:
+        slots = [worker.slot for worker in workers.values()]
+        return (await index.residency(chunks_of(fleet.hasher, PROMPT), slots, CHUNK)).hit_tokens.tolist()
+
+    async def all_hold(count: int) -> bool:
+        return await tokens_held() == [count] * 3
+
+    for name in "ab":  # to b it was announced twice
+        await publishers[name].publish(*[stored([1, 2, 3, 4], PROMPT, medium="EXTERNAL")] * (1 + (name == "b")))
+        await until(lambda name=name: fleet.feeds.stats[name].events)
+    await until(lambda: all_hold(8))
+    await publishers[said_by].publish(*[removed([3, 4], medium="EXTERNAL")] * (1 + (said_by == "b")))
+    await until(lambda: all_hold(4))
+
+
 async def test_an_lmcache_server_of_nobody_is_ignored(fleet):
     fleet.join(None)
     assert await directory(fleet, 1, "store", PROMPT) == {"batches": 0, "ignored": 1}
