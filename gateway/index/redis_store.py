@@ -125,7 +125,8 @@ end
 """
 
 # A slot whose lease is over is dead: it stays taken, since nobody swept it, until the next generation. A generation
-# begins early when the dead are more than the living, so that the masks do not become wider and wider.
+# begins early when the dead are more than the living, so that the masks do not become wider and wider. What is to end
+# later than a lease from now was written before the clock went back.
 _RENEW: Final = f"""{_NOW}
 local lease_ms, ttl_ms, run, known, begin = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1'
 local lost, changed = {{}}, false
@@ -140,6 +141,9 @@ for i = 7, #ARGV, 2 do
   else
     table.insert(lost, tonumber(ARGV[i]))
   end
+end
+for _, slot in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + lease_ms, '+inf')) do
+  redis.call('ZADD', KEYS[1], now + lease_ms, slot)
 end
 local dead = {{}}
 for _, slot in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do
