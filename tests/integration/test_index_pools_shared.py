@@ -82,3 +82,23 @@ async def test_a_pool_that_two_members_fill_at_once_has_one_slot_and_all_of_it()
         finally:
             await one.index.close()
             await other.index.close()
+
+
+async def test_what_a_replica_knew_of_a_pool_ends_with_its_lease() -> None:
+    with Valkey() as valkey:
+        one, other = Replica(valkey.url), Replica(valkey.url)
+        try:
+            await one.join("a")
+            await other.join("b")
+            await one.announce(8)
+            await one.index.flush()
+
+            async def held_by_other(count: int) -> bool:
+                return await other.held() == count
+
+            await until(lambda: held_by_other(8))
+            await one.index.close()  # nobody takes over its slots
+            await until(lambda: held_by_other(0))
+        finally:
+            await one.index.close()
+            await other.index.close()
