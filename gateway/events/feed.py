@@ -188,6 +188,11 @@ class Feed:
         """The engine's first batches are not to be had."""
         self._current().heard_all = False
 
+    async def begun_too_late(self) -> None:
+        """What came before the first batch that is known can be had after all."""
+        log.info("the replay socket answers now; events are read anew", extra={"worker": self._worker.name})
+        self.begin_anew()
+
     async def lost(self) -> None:
         """Batches are missing for good: what was known is void."""
         log.warning("KV events were lost; the worker's residency is built anew", extra={"worker": self._worker.name})

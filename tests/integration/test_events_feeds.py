@@ -163,6 +163,59 @@ async def test_nor_where_they_could_not_be_read(fleet, bad):
     assert await fleet.held(worker) == 0
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.events.subscriber.REPLAY_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("gateway.events.subscriber.MAX_SILENCE_S", 0.05)
+
+
+async def test_a_buffer_that_answers_late_is_read_from_its_beginning(fleet, impatient):
+    publisher = fleet.publisher()
+    publisher.silent = True
+    await publisher.publish(WHOLE_PROMPT)
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await publisher.publish(stored([9], tokens(4, start=900)))
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+    assert await fleet.held(worker) == 0
+    publisher.silent = False
+    await fleet.until_held(worker, 8)
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+
+
+async def test_nor_is_a_gap_a_loss_for_ever_if_the_buffer_answers_late(fleet, impatient):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(worker, 8)
+    publisher.silent = True
+    await publisher.publish(removed([4]), drop=True)
+    await publisher.publish(stored([9], tokens(4, start=900)))
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+    assert await fleet.held(worker) == 0
+    publisher.silent = False
+    await fleet.until_held(worker, 4)
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+
+
+async def test_a_buffer_that_answers_late_and_has_nothing_earlier_changes_nothing(fleet, impatient):
+    publisher = fleet.publisher(buffer=1)
+    publisher.silent = True
+    await publisher.publish(WHOLE_PROMPT)
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await publisher.publish(stored([9], tokens(4, start=900)))
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+    slot = worker.slot
+    assert set(publisher.replays_asked) == {0}
+    publisher.silent = False
+    await until(lambda: publisher.replays_asked.count(1) > 1)  # it is asked as usual again
+    assert worker.slot == slot
+
+
 async def test_lost_removals_are_not_believed_to_be_still_there(fleet):
     publisher = fleet.publisher(buffer=1)
     worker = fleet.join(publisher)
