@@ -22,6 +22,7 @@ from gateway.cli import app
 from gateway.config import Config, WorkerConfig
 from sim.server import Fault, SimWorker, WorkerSettings
 from tests.events_rig import free_endpoint
+from tests.lmcache import peer
 from tests.sim_clients import TINY
 from tests.valkey import Valkey, cluster_url, valkey_cluster
 
@@ -223,6 +224,20 @@ async def test_workers_of_one_role_need_a_partner_with_their_protocol() -> None:
             "decode by nixl, and no prefill worker does so: p by sglang",
         ]
         assert "role" in problems(findings)
+
+
+@pytest.mark.parametrize("usage", [7, [], {"prompt_tokens": {}}, {"prompt_tokens_details": [1]}, None])
+async def test_a_usage_of_another_shape_reports_nothing(usage: Any) -> None:
+    answers = {
+        "GET /health": {},
+        "GET /v1/models": {"data": [{"id": "tiny"}]},
+        "POST /v1/completions": {"usage": usage},
+        "POST /tokenize": {"tokens": [1, 2, 3]},
+    }
+    async with peer(answers) as worker:
+        config = {"workers": [{"url": worker.url, "name": "w"}], "models": {"*": {"tokenizer": str(TINY)}}}
+        found = problems(await findings_of(Config.model_validate(config)))
+    assert "cached_tokens" in found["usage"].message
 
 
 def worker_of(worker: SimWorker, name: str, **settings: Any) -> WorkerConfig:
