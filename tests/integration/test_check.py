@@ -226,7 +226,7 @@ async def test_workers_of_one_role_need_a_partner_with_their_protocol() -> None:
         assert "role" in problems(findings)
 
 
-@pytest.mark.parametrize("usage", [7, [], {"prompt_tokens": {}}, {"prompt_tokens_details": [1]}, None])
+@pytest.mark.parametrize("usage", [7, [1], {"prompt_tokens": [1]}, {"prompt_tokens_details": [1]}])
 async def test_a_usage_of_another_shape_reports_nothing(usage: Any) -> None:
     answers = {
         "GET /health": {},

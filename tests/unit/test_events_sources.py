@@ -72,7 +72,7 @@ def test_something_else_of_vllm_is_refused(body: bytes) -> None:
         b"[]",
         b'{"kv_events": 3}',
         b'{"kv_events": {}}',
-        b'{"kv_events": {"endpoint_port_base": 7, "dp_size": {}}}',
+        b'{"kv_events": {"endpoint_port_base": 7, "dp_size": [2]}}',
         b'{"kv_events": {"endpoint_port_base": 7, "dp_size": 1000000000}}',
     ],
 )
