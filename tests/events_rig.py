@@ -136,6 +136,7 @@ class Publisher:
         self.next = 0
         self.replays_asked: list[int] = []
         self.left_out_once: set[int] = set()  # numbers that the next replay lacks
+        self.silent = False  # whether replays are not answered
         self.subscribed = asyncio.Event()
         self._serving = [spawn(self._serve(), "replay"), spawn(self._welcome(), "subscriptions")]
 
@@ -167,6 +168,8 @@ class Publisher:
             client, _, first = await self._router.recv_multipart()
             start = int.from_bytes(first, "big")
             self.replays_asked.append(start)
+            if self.silent:
+                continue
             topic = [b"kv@test"] if self._with_topic else []
             left_out, self.left_out_once = self.left_out_once, set()
             for number, payload in list(self._buffer):

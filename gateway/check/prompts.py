@@ -163,10 +163,27 @@ async def send_twice(engine: Engine, prompts: Prompts, notes: Notebook, chunk_to
     return Probe(prompt.ids, tokens, cached)
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
 def _usage(answer: Mapping[str, Any]) -> tuple[int, int | None]:
-    usage = answer.get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return int(usage.get("prompt_tokens") or 0), cached if isinstance(cached, int) else None
+    """Return the prompt's tokens and those that were cached; a usage of another shape reports nothing."""
+    try:
+        usage = msgspec.convert(answer, _Answer).usage or _Usage()
+    except msgspec.ValidationError:
+        usage = _Usage()
+    details = usage.prompt_tokens_details or _Details()
+    return usage.prompt_tokens or 0, details.cached_tokens
 
 
 def _note_overlap(engine: Engine, notes: Notebook, tokens: int, cached: int) -> None:

@@ -25,7 +25,7 @@ been missed, such a copy of a tenant's block cannot be told from a block without
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
 
@@ -111,7 +111,8 @@ class Assembler:
 
         Args:
             events: in the order in which they were published.
-            keyed: whatever sets their blocks apart is told with every copy.
+            keyed: they are a directory's: whatever sets blocks apart is told with each, and a tier has a block or not,
+                however often it is announced.
         """
         for event in events:
             if type(event) is Removed:
@@ -142,6 +143,12 @@ class Assembler:
             if key in self._blocks:
                 self._shed(key, mask)
 
+    def drop(self, keys: Sequence[Hash], tier: Tier) -> None:
+        """A tier no longer holds these blocks, somebody else says: none of their copies."""
+        for key in keys:
+            self._copies.pop((key, tier), None)
+        self._remove(Removed(list(keys), tier))
+
     def take(self) -> Changes:
         """Return what has changed in terms of chunks since the last call. What came and went does not show."""
         changes = Changes(self._cleared, runs_of(self._stored), runs_of(self._removed))
@@ -166,7 +173,7 @@ class Assembler:
         for number, key in enumerate(event.hashes):
             block = blocks.get(key)
             if block is not None:
-                self._hold(key, block, tier)
+                self._hold(key, block, tier, keyed)
             elif describes:
                 block = Block(parent, tokens[number * size : (number + 1) * size], extras[number] if extras else ())
                 blocks[key] = block
@@ -221,9 +228,9 @@ class Assembler:
         """Whether a cache group is the one that stands for all; None where the engine does not say."""
         return group is None or self._group is None or group == self._group
 
-    def _hold(self, key: Hash, block: Block, tier: Tier) -> None:
+    def _hold(self, key: Hash, block: Block, tier: Tier, keyed: bool) -> None:
         if block.tiers >> tier & 1:
-            if tier is _HBM and not self.counts_copies:
+            if keyed or (tier is _HBM and not self.counts_copies):
                 return
             self._copies[key, tier] = self._copies.get((key, tier), 0) + 1
         else:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,7 @@ import zmq.asyncio
 from gateway.events.ages import EvictionAges
 from gateway.events.assembler import Assembler
 from gateway.events.changes import Changes
-from gateway.events.decode import BadFrames, Cleared, Event, decode_batch
+from gateway.events.decode import BadFrames, Cleared, Event, Hash, Removed, decode_batch
 from gateway.events.lmcache import LOWER_TIERS, DirectoryBatch
 from gateway.events.subscriber import FeedStats, Subscriber
 from gateway.fleet.registry import NO_SLOT, Registry, Worker
@@ -52,6 +52,7 @@ class FeedContext:
     on_taken: Callable[[int], None] | None
     refills: bool
     pools: SharedPools
+    on_dropped: Callable[[Worker, Sequence[Hash]], Awaitable[None]]
 
 
 class Feed:
@@ -81,6 +82,7 @@ class Feed:
         self._on_taken = shared.on_taken
         self._refills = shared.refills
         self._pool = shared.pools.named(worker.config.pool)
+        self._on_dropped = shared.on_dropped
         self._pooled = {Tier[name.upper()] for name in worker.config.pool_tiers} - {Tier.REMOTE}
         self._reports_until = 0.0
         self._assembler: Assembler | None = None
@@ -138,13 +140,18 @@ class Feed:
         """Take in batches that follow on those before."""
         assembler = self._current()
         assembler.counts_copies = time.monotonic() >= self._reports_until
+        dropped: list[Hash] = []
         for payload in payloads:
             events = self._decode(payload)
             assembler.apply(self._since_reset(events) if self._late_until else events)
+            if self._pool is not None:
+                dropped += _dropped_from_pool(events)
         if time.monotonic() > self._age_at:
             self._age_at = time.monotonic() + _AGE_S
             assembler.age()
         await self._write(assembler.take())
+        if dropped:
+            await self._on_dropped(self._worker, dropped)
         await asyncio.sleep(0)  # the memory index never suspends, and a long replay must not keep the loop to itself
 
     async def take_directory(self, directory: DirectoryBatch) -> bool:
@@ -155,6 +162,8 @@ class Feed:
         life, number = self._directory
         if directory.incarnation == life and directory.seq <= number:
             return True  # it was sent twice
+        if isinstance(life, int) and isinstance(directory.incarnation, int) and directory.incarnation < life:
+            return True  # it comes late, from a life that is over: incarnations are the times at which they began
         if life is not None and (directory.incarnation, directory.seq) != (life, number + 1):
             assembler.void(LOWER_TIERS)  # removals may be among what is missing
             if self._pool is not None:
@@ -165,11 +174,24 @@ class Feed:
         self.stats.skipped_events += skipped
         assembler.apply(events, keyed=True)
         await self._write(assembler.take())
+        if self._pool is not None and (dropped := _dropped_from_pool(events)):
+            await self._on_dropped(self._worker, dropped)
         return True
+
+    async def dropped(self, blocks: Sequence[Hash]) -> None:
+        """Another member of the worker's pool says that the pool no longer has these blocks."""
+        if self._assembler is not None:
+            self._assembler.drop(blocks, Tier.REMOTE)
+            await self._write(self._assembler.take())
 
     async def joined_late(self) -> None:
         """The engine's first batches are not to be had."""
         self._current().heard_all = False
+
+    async def begun_too_late(self) -> None:
+        """What came before the first batch that is known can be had after all."""
+        log.info("the replay socket answers now; events are read anew", extra={"worker": self._worker.name})
+        self.begin_anew()
 
     async def lost(self) -> None:
         """Batches are missing for good: what was known is void."""
@@ -324,3 +346,7 @@ class Feed:
             if self._current().removes_remote:
                 self._pool.removes()
             await self._pool.write(changes.stored, changes.removed)
+
+
+def _dropped_from_pool(events: Sequence[Event]) -> list[Hash]:
+    return [key for event in events if type(event) is Removed and event.tier is Tier.REMOTE for key in event.hashes]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 import zmq
 import zmq.asyncio
 
+from gateway.events.decode import Hash
 from gateway.events.feed import Feed, FeedContext
 from gateway.events.lmcache import decode_directory
 from gateway.events.subscriber import SILENCE_S, FeedStats
@@ -55,7 +56,9 @@ class EventFeeds:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self.pools = SharedPools(index)
-        self._shared = FeedContext(registry, index, hasher, context, silence_s, on_slot, on_taken, refills, self.pools)
+        self._shared = FeedContext(
+            registry, index, hasher, context, silence_s, on_slot, on_taken, refills, self.pools, self._dropped
+        )
         self._follow_all = follow_all
         self._feeds: dict[Worker, Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -169,6 +172,12 @@ class EventFeeds:
     def follows(self, worker: Worker) -> bool:
         """Return whether a worker is followed here."""
         return worker in self._feeds
+
+    async def _dropped(self, member: Worker, blocks: Sequence[Hash]) -> None:
+        """A member of a pool says what the pool dropped: the others that announced it do not have it either."""
+        for worker, feed in list(self._feeds.items()):
+            if worker is not member and worker.config.pool == member.config.pool:
+                await feed.dropped(blocks)
 
     def _changed(self, worker: Worker, joined: bool) -> None:
         if self._closed:

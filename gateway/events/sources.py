@@ -7,9 +7,11 @@ vLLM answers ``GET /kv_event_sources`` with ``{rank: {endpoint, replay_endpoint,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+
+_PORTS: Final = 1 << 16
 
 
 class EventSource(NamedTuple):
@@ -60,7 +62,9 @@ def parse_sglang_sources(body: bytes, host: str) -> list[EventSource]:
         case None:
             return []
         case {"endpoint_port_base": int(port)}:
-            replay_port = info.get("replay_endpoint_port_base")
+            replay_port, ranks = info.get("replay_endpoint_port_base"), info.get("dp_size") or 1
+            if not isinstance(ranks, int) or port + ranks > _PORTS:
+                raise ValueError(f"kv_events has no ports for {ranks!r} ranks")
             topic, own_host = str(info.get("topic") or ""), info.get("endpoint_host") or "*"
             host = host if own_host in ("*", "0.0.0.0", "::", "[::]") else str(own_host)  # noqa: S104 - compared
             host = f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -72,7 +76,7 @@ def parse_sglang_sources(body: bytes, host: str) -> list[EventSource]:
                     topic,
                     binds=True,
                 )
-                for rank in range(int(info.get("dp_size") or 1))
+                for rank in range(ranks)
             ]
         case _:
             raise ValueError("kv_events has no endpoint_port_base")

@@ -7,7 +7,8 @@ its last batches. Batches are numbered from the start of the process, so:
   removals may be among them, and what was known is void;
 * a number that was published before, or another payload under the number last seen, is another process: a restart;
   with every new connection the last payload is compared;
-* silence may mean that the last messages, or the connection, were lost: after a while the buffer is asked.
+* silence may mean that the last messages, or the connection, were lost: after a while the buffer is asked;
+* a buffer that did not answer when it was asked may do so later, and then have what came before the first batch known.
 
 A subscriber that comes late starts with all that the buffer has. While the index is slow, messages pile up in ZMQ's
 bounded queue; what overflows there is a gap like any other.
@@ -88,6 +89,10 @@ class Sink(Protocol):
         """Batches are missing for good: what was known is void. What the engine's buffer still has will follow."""
         ...
 
+    async def begun_too_late(self) -> None:
+        """The engine's buffer, silent when it was asked for what came before, has it: all could be read from there."""
+        ...
+
     async def caught_up(self) -> None:
         """All that the engine's buffer had at the start is taken in, if it answered."""
         ...
@@ -126,6 +131,7 @@ class Subscriber:
         self._last = b""  # payload of the batch before
         self._published = -1  # highest number that came over the PUB socket
         self._replays = False  # whether the engine's buffer has ever had anything
+        self._blind_from = 0  # number of the batch known first, if the buffer has not said what it has before that
         self._batches: list[bytes] = []
         self._batches_bytes = 0
 
@@ -182,6 +188,8 @@ class Subscriber:
             await self._restarted()
         if self._next is None:
             await self._catch_up()
+            if self._next is None:
+                self._blind_from = number
         self._published = number
         if self._next is not None and number > self._next:
             await self._fill_gap(number)
@@ -193,6 +201,7 @@ class Subscriber:
         await self._catch_up()
         if self._next is None or number > self._next:
             await self._lost(number)
+            self._blind_from = number
 
     async def _catch_up(self) -> None:
         """Take from the engine's buffer what has not arrived. Without an answer nothing changes."""
@@ -216,14 +225,22 @@ class Subscriber:
     async def _replay(self, endpoint: str) -> bool:
         """Ask the buffer once, from the last known batch on; False if it must be asked again.
 
-        That batch is asked for again because its payload tells whether this is still the same process.
+        That batch is asked for again because its payload tells whether this is still the same process. All is asked for
+        where the buffer may have what came before the first batch known.
         """
         known = self._next
         answers = 0
-        async with contextlib.aclosing(self._ask(endpoint, 0 if known is None else max(0, known - 1))) as replay:
+        first = 0 if known is None or self._blind_from else max(0, known - 1)
+        async with contextlib.aclosing(self._ask(endpoint, first)) as replay:
             async for number, payload in replay:
-                answers += 1
                 self._replays = True
+                if known is not None and number < known - 1:  # only if all was asked for
+                    if number < self._blind_from:
+                        self._blind_from = 0
+                        await self._sink.begun_too_late()
+                        return True
+                    continue
+                answers += 1
                 if known is not None and answers == 1:
                     if number == known - 1 and payload != self._last:
                         await self._restarted()
@@ -235,6 +252,7 @@ class Subscriber:
                 if self._next is None or number == self._next:
                     self._stats.replayed += 1
                     await self._append(number, payload)
+        self._blind_from = 0
         await self._hand_over()
         if known is not None and not answers and self._replays:
             await self._restarted()  # its buffer had the last known batch and does not have it now
@@ -296,6 +314,7 @@ class Subscriber:
         self._next = None
         self._published = -1
         self._replays = False
+        self._blind_from = 0
         await self._sink.restarted()
 
 

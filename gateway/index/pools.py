@@ -11,6 +11,7 @@ vLLM) forget by age what is not announced again.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence, Set
 from time import monotonic
 from typing import Final
@@ -42,6 +43,7 @@ class Pool:
         self._index = index
         self._max_chunks = max_chunks
         self._removes = False
+        self._in_turn = asyncio.Lock()  # members wait here while the slot is acquired, and go on in their order
         self._clock = clock
         self._age_at = clock() + AGE_S
         # Chunk → root: announced since the last ageing, and before. Empty once the pool is seen to remove.
@@ -55,6 +57,10 @@ class Pool:
 
     async def write(self, stored: Iterable[ChunkRun], removed: Iterable[ChunkRun]) -> None:
         """Take over what a member's remote tier has gained and lost."""
+        async with self._in_turn:
+            await self._write(stored, removed)
+
+    async def _write(self, stored: Iterable[ChunkRun], removed: Iterable[ChunkRun]) -> None:
         for run in stored:
             if run.tier is Tier.REMOTE:
                 if self.slot == NO_SLOT:
@@ -66,7 +72,7 @@ class Pool:
             if run.tier is Tier.REMOTE and self.slot != NO_SLOT:
                 await self._index.remove(self.slot, run.chunks, Tier.REMOTE, run.root)
         if len(self._young) + len(self._old) > self._max_chunks:
-            await self.clear()
+            await self._clear()
         if self._clock() >= self._age_at:
             self._age_at = self._clock() + AGE_S
             await self._age()
@@ -78,10 +84,11 @@ class Pool:
 
     async def lost(self) -> None:
         """Events of a member are missing for good. Removals may be among them, where there are any."""
-        if self._removes:
-            await self.clear()
+        async with self._in_turn:
+            if self._removes:
+                await self._clear()
 
-    async def clear(self) -> None:
+    async def _clear(self) -> None:
         """Begin anew."""
         self._young, self._old = {}, {}
         if self.slot != NO_SLOT:

@@ -95,8 +95,8 @@ class RedisIndex:
         return not self._publisher.owns(slot) and self._store.owners.get(slot, "").partition(" ")[2] == worker
 
     def slots_of(self, owner: str) -> list[int]:
-        """Return the slots that other replicas have for ``owner``, as far as we know."""
-        return [slot for slot in self._store.owners if self.is_others(slot, owner)]
+        """Return the slots that other replicas have for ``owner`` and keep right, as far as we know."""
+        return [slot for slot in self._store.owners if slot not in self._store.dead and self.is_others(slot, owner)]
 
     def on_owners(self, changed: Callable[[], None]) -> None:
         """Have ``changed`` called whenever ``is_others`` may have another answer, before anybody asks ``residency``."""

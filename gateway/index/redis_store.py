@@ -125,7 +125,8 @@ end
 """
 
 # A slot whose lease is over is dead: it stays taken, since nobody swept it, until the next generation. A generation
-# begins early when the dead are more than the living, so that the masks do not become wider and wider.
+# begins early when the dead are more than the living, so that the masks do not become wider and wider. What is to end
+# later than a lease from now was written before the clock went back.
 _RENEW: Final = f"""{_NOW}
 local lease_ms, ttl_ms, run, known, begin = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1'
 local lost, changed = {{}}, false
@@ -141,6 +142,9 @@ for i = 7, #ARGV, 2 do
     table.insert(lost, tonumber(ARGV[i]))
   end
 end
+for _, slot in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now + lease_ms, '+inf')) do
+  redis.call('ZADD', KEYS[1], now + lease_ms, slot)
+end
 local dead = {{}}
 for _, slot in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now)) do
   if redis.call('HEXISTS', KEYS[2], slot) == 1 then table.insert(dead, slot) else redis.call('ZREM', KEYS[1], slot) end
@@ -154,12 +158,13 @@ if begin or not number or redis.call('HGET', KEYS[3], 'run') ~= run or #dead > m
     redis.call('ZREM', KEYS[1], slot)
     redis.call('HDEL', KEYS[2], slot)
   end
+  dead = {{}}
 end
 if changed then redis.call('HINCRBY', KEYS[3], 'version', 1) end
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ttl_ms) end
 local version = tonumber(redis.call('HGET', KEYS[3], 'version'))
 local owners = (number ~= known or version ~= tonumber(ARGV[6])) and redis.call('HGETALL', KEYS[2])
-return {{number, lost, version, owners}}
+return {{number, lost, version, owners, dead}}
 """
 
 
@@ -178,6 +183,7 @@ class RedisStore:
     Attributes:
         generation: the generation that is read and written; 0 before the first ``renew``.
         owners: slot → who has it, as of the last ``renew``.
+        dead: those of them whose lease was over by then: nobody keeps them right any more.
 
     Raises:
         ConfigError: see ``RedisClient``.
@@ -196,6 +202,7 @@ class RedisStore:
         self._known_generation = random.randrange(1, _FIRST_GENERATIONS)
         self._version = 0
         self.owners: dict[int, str] = {}
+        self.dead: frozenset[int] = frozenset()
         self.generation = 0
         self._prefix = b""
 
@@ -262,7 +269,7 @@ class RedisStore:
         """
         try:
             run = await self._redis.run()
-            number, lost, version, table = await self._eval(
+            number, lost, version, table, dead = await self._eval(
                 _RENEW,
                 int(LEASE_S * 1000),
                 self._slots_ttl_ms,
@@ -279,6 +286,7 @@ class RedisStore:
         self.generation = self._known_generation = number
         self._prefix = f"{self._namespace}:{number:x}:".encode()
         self._version = version
+        self.dead = frozenset(map(int, dead))
         before = self.owners
         if table is not None:
             names = [part.decode() for part in table]

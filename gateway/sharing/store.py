@@ -28,12 +28,19 @@ _TAG: Final = "sharing"
 _TTL_S: Final = 3600.0
 
 # A worker that its owner does not claim is given up; its slot goes on answering until the next owner names another.
+# What is to end later than a life from now was written before the clock went back, or by a server whose clock is ahead.
 _BEAT: Final = """
 local replicas, leases, owners = KEYS[1], KEYS[2], KEYS[3]
 local me, life_ms, keep_ms, ttl_ms = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+local longest_ms = tonumber(ARGV[5])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+for _, key in ipairs({replicas, leases}) do
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', key, '(' .. now + longest_ms, '+inf')) do
+    redis.call('ZADD', key, now + longest_ms, name)
+  end
+end
 redis.call('ZREMRANGEBYSCORE', replicas, '-inf', now)
 if life_ms > 0 then redis.call('ZADD', replicas, now + life_ms, me) else redis.call('ZREM', replicas, me) end
 for _, worker in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now - keep_ms)) do
@@ -45,7 +52,7 @@ local function record(worker)
   return string.match(redis.call('HGET', owners, worker) or '- -1', '^(%S+) (%S+)$')
 end
 local claimed = {}
-for i = 5, #ARGV, 2 do
+for i = 6, #ARGV, 2 do
   local worker, slot = ARGV[i], tonumber(ARGV[i + 1])
   local owner, last_slot = record(worker)
   local lease_end = tonumber(redis.call('ZSCORE', leases, worker) or -1)
@@ -118,7 +125,7 @@ class SharingStore:
                 A worker of ours that is not claimed is given up.
             life_s: how long we count as alive from now on; 0 says good-bye.
         """
-        milliseconds = (int(seconds * 1000) for seconds in (life_s, _KEEP_S, _TTL_S))
+        milliseconds = (int(seconds * 1000) for seconds in (life_s, _KEEP_S, _TTL_S, LIFE_S))
         args = (self._replica, *milliseconds, *(part for claim in claims.items() for part in claim))
         replicas, records = await self._redis.commands.eval(_BEAT, len(self._keys), *self._keys, *args)
         return {name.decode() for name in replicas}, {

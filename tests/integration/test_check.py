@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner
@@ -21,8 +22,9 @@ from gateway.cli import app
 from gateway.config import Config, WorkerConfig
 from sim.server import Fault, SimWorker, WorkerSettings
 from tests.events_rig import free_endpoint, without_ipv6
+from tests.lmcache import peer
 from tests.sim_clients import TINY
-from tests.valkey import Valkey
+from tests.valkey import Valkey, cluster_url, valkey_cluster
 
 ANY = "tcp://127.0.0.1:0"
 TIMEOUT_S = 0.5
@@ -230,6 +232,20 @@ async def test_workers_of_one_role_need_a_partner_with_their_protocol() -> None:
         assert "role" in problems(findings)
 
 
+@pytest.mark.parametrize("usage", [7, [1], {"prompt_tokens": [1]}, {"prompt_tokens_details": [1]}])
+async def test_a_usage_of_another_shape_reports_nothing(usage: Any) -> None:
+    answers = {
+        "GET /health": {},
+        "GET /v1/models": {"data": [{"id": "tiny"}]},
+        "POST /v1/completions": {"usage": usage},
+        "POST /tokenize": {"tokens": [1, 2, 3]},
+    }
+    async with peer(answers) as worker:
+        config = {"workers": [{"url": worker.url, "name": "w"}], "models": {"*": {"tokenizer": str(TINY)}}}
+        found = problems(await findings_of(Config.model_validate(config)))
+    assert "cached_tokens" in found["usage"].message
+
+
 def worker_of(worker: SimWorker, name: str, **settings: Any) -> WorkerConfig:
     return WorkerConfig.model_validate({"url": worker.url, "name": name, **settings})
 
@@ -251,6 +267,41 @@ async def test_redis_out_of_reach_or_forbidden_is_a_problem() -> None:
             gone = problems(await findings_of(config_of(worker, index=index)))
     assert "~kvway:*" in forbidden["namespace"].mend
     assert "index.url" in gone["reachable"].mend
+
+
+@pytest.mark.parametrize(
+    ("server", "mend"),
+    [
+        ({"maxmemory": 1}, "maxmemory-policy allkeys-lru"),
+        ({"min-replicas-to-write": 1}, "a primary that takes writes"),
+        ({"user": "default on nopass ~* &* +@all -eval"}, "+@all"),
+        ({"user": "default on nopass ~* &* +@all -bitfield"}, "+@all"),
+        ({"user": "default on nopass ~* resetchannels &others:* +@all"}, "&kvway:news"),
+    ],
+    ids=["it is full", "it takes no writes", "no scripts", "a command of ours is missing", "no channel"],
+)
+async def test_a_redis_that_lets_us_do_only_some_of_what_we_do_is_a_problem(server: dict[str, Any], mend: str) -> None:
+    with Valkey(**server) as valkey:
+        async with simulated() as worker:
+            findings = await findings_of(config_of(worker, index={"backend": "redis", "url": valkey.url}))
+    assert mend in problems(findings)["namespace"].mend
+
+
+async def test_a_node_of_a_cluster_taken_for_a_server_is_a_problem_and_the_cluster_is_none() -> None:
+    with valkey_cluster() as nodes:
+        async with simulated() as worker:
+            alone = await findings_of(config_of(worker, index={"backend": "redis", "url": nodes[0].url}))
+            whole = await findings_of(config_of(worker, index={"backend": "redis", "url": cluster_url(nodes)}))
+    assert f"redis+cluster://127.0.0.1:{nodes[0].port}" in problems(alone)["topology"].mend
+    assert not problems(whole)
+
+
+async def test_what_is_written_to_look_at_redis_is_gone_within_seconds() -> None:
+    with Valkey() as valkey:
+        async with simulated() as worker:
+            await findings_of(config_of(worker, index={"backend": "redis", "url": valkey.url}))
+        with redis.Redis.from_url(valkey.url) as admin:
+            assert all(key.startswith(b"kvway:check:") and 0 < admin.ttl(key) <= 20 for key in admin.keys("*"))
 
 
 async def test_findings_are_data_and_a_page() -> None:

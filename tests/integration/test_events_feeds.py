@@ -163,6 +163,59 @@ async def test_nor_where_they_could_not_be_read(fleet, bad):
     assert await fleet.held(worker) == 0
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.events.subscriber.REPLAY_TIMEOUT_S", 0.02)
+    monkeypatch.setattr("gateway.events.subscriber.MAX_SILENCE_S", 0.05)
+
+
+async def test_a_buffer_that_answers_late_is_read_from_its_beginning(fleet, impatient):
+    publisher = fleet.publisher()
+    publisher.silent = True
+    await publisher.publish(WHOLE_PROMPT)
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await publisher.publish(stored([9], tokens(4, start=900)))
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+    assert await fleet.held(worker) == 0
+    publisher.silent = False
+    await fleet.until_held(worker, 8)
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+
+
+async def test_nor_is_a_gap_a_loss_for_ever_if_the_buffer_answers_late(fleet, impatient):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await publisher.publish(WHOLE_PROMPT)
+    await fleet.until_held(worker, 8)
+    publisher.silent = True
+    await publisher.publish(removed([4]), drop=True)
+    await publisher.publish(stored([9], tokens(4, start=900)))
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+    assert await fleet.held(worker) == 0
+    publisher.silent = False
+    await fleet.until_held(worker, 4)
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+
+
+async def test_a_buffer_that_answers_late_and_has_nothing_earlier_changes_nothing(fleet, impatient):
+    publisher = fleet.publisher(buffer=1)
+    publisher.silent = True
+    await publisher.publish(WHOLE_PROMPT)
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await publisher.publish(stored([9], tokens(4, start=900)))
+    await fleet.until_held(worker, 4, tokens(4, start=900))
+    slot = worker.slot
+    assert set(publisher.replays_asked) == {0}
+    publisher.silent = False
+    await until(lambda: publisher.replays_asked.count(1) > 1)  # it is asked as usual again
+    assert worker.slot == slot
+
+
 async def test_lost_removals_are_not_believed_to_be_still_there(fleet):
     publisher = fleet.publisher(buffer=1)
     worker = fleet.join(publisher)
@@ -397,6 +450,53 @@ async def test_what_an_lmcache_server_held_is_void_after(fleet, seq, incarnation
     await directory(fleet, 1, "store", PROMPT)
     await directory(fleet, seq, "access", [], incarnation)
     assert await fleet.held(worker) == 4
+
+
+async def test_an_lmcache_server_has_a_chunk_or_not_however_often_it_says_so(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await directory(fleet, 1, "store", PROMPT)
+    await directory(fleet, 2, "store", PROMPT)
+    assert await fleet.held(worker) == 8
+    await directory(fleet, 3, "delete", PROMPT)
+    assert await fleet.held(worker) == 0
+
+
+async def test_what_an_lmcache_server_said_in_an_earlier_life_comes_too_late(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await directory(fleet, 1, "store", PROMPT[:4], incarnation=2)
+    await directory(fleet, 7, "store", PROMPT, incarnation=1)
+    assert await fleet.held(worker) == 4
+
+
+@pytest.mark.parametrize("said_by", ["a", "b", "c"])
+async def test_what_any_member_drops_from_a_pool_none_has_any_more(fleet, said_by):
+    publishers, workers = {}, {}
+    for name in "abc":
+        publishers[name] = publisher = fleet.publisher()
+        events = KvEventsConfig(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+        workers[name] = fleet.join_with(events, name, pool="store")
+        await publisher.subscribed.wait()
+    index = PooledIndex(fleet.index, fleet.feeds.pools, fleet.registry)
+
+    async def tokens_held() -> list[int]:
+        slots = [worker.slot for worker in workers.values()]
+        return (await index.residency(chunks_of(fleet.hasher, PROMPT), slots, CHUNK)).hit_tokens.tolist()
+
+    async def all_hold(count: int) -> bool:
+        return await tokens_held() == [count] * 3
+
+    for name in "ab":  # to b it was announced twice
+        await publishers[name].publish(*[stored([1, 2, 3, 4], PROMPT, medium="EXTERNAL")] * (1 + (name == "b")))
+        await until(lambda name=name: fleet.feeds.stats[name].events)
+    await until(lambda: all_hold(8))
+    await publishers[said_by].publish(*[removed([3, 4], medium="EXTERNAL")] * (1 + (said_by == "b")))
+    await until(lambda: all_hold(4))
 
 
 async def test_an_lmcache_server_of_nobody_is_ignored(fleet):

@@ -56,6 +56,9 @@ class Witness:
     async def restarted(self) -> None:
         self.log.append(RESTARTED)
 
+    async def begun_too_late(self) -> None:
+        raise AssertionError("the buffer was never silent")
+
 
 @asynccontextmanager
 async def listening(config: KvEventsConfig, silence_s: float = 0.05) -> AsyncIterator[Witness]:

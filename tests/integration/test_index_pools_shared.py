@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from gateway.config import IndexConfig, WorkerConfig
@@ -56,6 +58,47 @@ async def test_what_any_replica_knows_of_a_pool_counts(mine: int, theirs: int) -
                 return await one.held() == max(mine, theirs)
 
             await until(all_known)
+        finally:
+            await one.index.close()
+            await other.index.close()
+
+
+async def test_a_pool_that_two_members_fill_at_once_has_one_slot_and_all_of_it() -> None:
+    with Valkey() as valkey:
+        one, other = Replica(valkey.url), Replica(valkey.url)
+        try:
+            await one.join("a")
+            await other.join("b")
+            pool = one.pools.named("store")
+            assert pool is not None
+            halves = [[ChunkRun(Tier.REMOTE, PROMPT[0], chunks)] for chunks in (PROMPT[:4], PROMPT[4:])]
+            await asyncio.gather(*(pool.write(half, []) for half in halves))
+            assert await one.held() == 8
+            await pool.write([], halves[0])
+            await one.index.flush()
+            assert await one.held() == 0
+            await until(lambda: len(other.index.slots_of(pool.owner)) == 1)
+            assert await other.held() == 0
+        finally:
+            await one.index.close()
+            await other.index.close()
+
+
+async def test_what_a_replica_knew_of_a_pool_ends_with_its_lease() -> None:
+    with Valkey() as valkey:
+        one, other = Replica(valkey.url), Replica(valkey.url)
+        try:
+            await one.join("a")
+            await other.join("b")
+            await one.announce(8)
+            await one.index.flush()
+
+            async def held_by_other(count: int) -> bool:
+                return await other.held() == count
+
+            await until(lambda: held_by_other(8))
+            await one.index.close()  # nobody takes over its slots
+            await until(lambda: held_by_other(0))
         finally:
             await one.index.close()
             await other.index.close()

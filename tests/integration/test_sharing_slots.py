@@ -14,6 +14,7 @@ from gateway.config import IndexConfig, WorkerConfig
 from gateway.events.feeds import EventFeeds
 from gateway.fleet.registry import NO_SLOT, Registry, Worker
 from gateway.index.redis import RedisIndex
+from gateway.index.redis_store import LEASE_S
 from gateway.sharing.ownership import Ownership
 from gateway.sharing.store import Record
 from policies.base import Tier
@@ -121,6 +122,18 @@ async def test_a_freed_slot_is_given_out_again_only_when_nobody_can_mistake_it(
     assert await follower.follow("worker-1") != number
     with redis.Redis.from_url(valkey.url) as admin:
         assert admin.zscore(f"{config.namespace}:{{slots}}:leases", str(number)) > admin.time()[0] * 1000 + 5000
+
+
+async def test_a_slot_that_was_freed_before_the_clock_went_back_is_free_in_time(
+    follower: Follower, valkey: Valkey, config: IndexConfig
+) -> None:
+    number = await follower.follow("worker-0")
+    await follower.index.release_slot(follower.slots["worker-0"])
+    await follower.index.flush()
+    key = f"{config.namespace}:{{slots}}:leases"
+    with redis.Redis.from_url(valkey.url) as admin:
+        admin.zincrby(key, 3_600_000, str(number))  # the clock goes back by an hour
+        await until(lambda: admin.zscore(key, str(number)) < (admin.time()[0] + 1 + LEASE_S) * 1000)
 
 
 async def test_who_has_not_heard_of_owners_for_long_reads_nothing(

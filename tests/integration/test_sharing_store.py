@@ -10,7 +10,7 @@ import redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gateway.config import IndexConfig
-from gateway.sharing.store import NOT_CLAIMED, SharingStore
+from gateway.sharing.store import LIFE_S, NOT_CLAIMED, SharingStore
 from gateway.tasks import spawn
 from tests.events_rig import until
 from tests.valkey import Valkey
@@ -81,6 +81,19 @@ async def test_dead_replicas_and_workers_that_nobody_claims_are_swept(
         return await store("b").beat({}) == ({"b"}, {})
 
     await until(swept)
+
+
+async def test_what_was_written_before_the_clock_went_back_ends_no_later_than_a_life(
+    store: Build, admin: redis.Redis, namespace: str
+) -> None:
+    one, other = store("a"), store("b")
+    await one.beat({"w": 3})
+    keys = [f"{namespace}:{{sharing}}:{name}" for name in ("replicas", "leases")]
+    for key in keys:  # the clock goes back by an hour
+        admin.zincrby(key, 3_600_000, admin.zrange(key, 0, -1)[0])
+    await other.beat({"w": 4})
+    latest = admin.time()[0] * 1000 + 1000 + LIFE_S * 1000
+    assert all(end <= latest for key in keys for _, end in admin.zrange(key, 0, -1, withscores=True))
 
 
 async def test_a_listener_whose_server_dies_learns_it_at_once(store: Build, valkey: Valkey) -> None:

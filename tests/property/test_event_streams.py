@@ -131,6 +131,9 @@ class Follower(Subscriber):
         await self.index.release_slot(self.slot)
         self.slot = await self.index.acquire_slot("worker")
 
+    async def begun_too_late(self) -> None:
+        raise AssertionError("the buffer is never silent")
+
     async def caught_up(self) -> None:
         raise AssertionError("only `run` says so")
 

@@ -65,7 +65,17 @@ def test_something_else_of_vllm_is_refused(body: bytes) -> None:
         parse_vllm_sources(body, "h")
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"kv_events": 3}', b'{"kv_events": {}}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"kv_events": 3}',
+        b'{"kv_events": {}}',
+        b'{"kv_events": {"endpoint_port_base": 7, "dp_size": [2]}}',
+        b'{"kv_events": {"endpoint_port_base": 7, "dp_size": 1000000000}}',
+    ],
+)
 def test_something_else_of_sglang_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):
         parse_sglang_sources(body, "h")
