@@ -12,7 +12,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from gateway.check.findings import Notebook
 from gateway.config import IndexConfig
 from gateway.errors import ConfigError
-from gateway.index.redis_client import UNREACHABLE, RedisClient
+from gateway.index.redis_client import TIMED_OUT, UNREACHABLE, RedisClient
 from gateway.index.redis_store import RedisStore, tagged
 from gateway.sharing.news import News, encode
 from gateway.sharing.store import SharingStore
@@ -22,6 +22,7 @@ _LEAST_VERSION: Final = (6, 2)
 _KEY_LIFE_S: Final = 5
 _HOLDERS: Final = 20  # of the chunk that is written: too many for a list of them
 _PAUSE_S: Final = 0.1
+_ANSWERS: Final = 10  # of the server, about
 _OURSELVES: Final = "check"
 
 
@@ -75,7 +76,7 @@ async def _look_at_namespace(config: IndexConfig, notes: Notebook, timeout_s: fl
     trial = {"namespace": f"{namespace}:check:{uuid4().hex}", "ttl_s": _KEY_LIFE_S}
     index, sharing = RedisStore(config.model_copy(update=trial)), SharingStore(config, _OURSELVES)
     try:
-        async with asyncio.timeout(2 * timeout_s):
+        async with asyncio.timeout(_ANSWERS * timeout_s):
             same = await _write_and_read(index)
             await _come_and_go(sharing)
     except UNREACHABLE as error:
@@ -114,6 +115,8 @@ async def _come_and_go(sharing: SharingStore) -> None:
 
 
 def _mend(error: BaseException, namespace: str) -> str:
+    if isinstance(error, TIMED_OUT):
+        return "it is slow or far away: look at its load and at the network; gateways do not wait for it"
     if isinstance(error, OutOfMemoryError):
         return "it is full: raise maxmemory, or set maxmemory-policy allkeys-lru if nothing else is kept there"
     if isinstance(error, ReadOnlyError) or str(error).startswith("NOREPLICAS"):
