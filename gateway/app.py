@@ -9,6 +9,8 @@ import signal
 import sys
 from typing import Final
 
+import anyio.lowlevel
+
 from gateway.admin.admin import admin_app
 from gateway.admin.public import public_app
 from gateway.caches.control import CacheControl
@@ -173,6 +175,8 @@ class Gateway:
         for task in self._serving:
             if task.done():
                 task.result()  # raises what kept it from serving
+        # httpx's first request imports anyio's backend, which would hold up the loop, and requests with it, for long.
+        await anyio.lowlevel.checkpoint()
         # What is alive now lives as long as the process: keep the collector from walking it again and again.
         gc.collect()
         gc.freeze()

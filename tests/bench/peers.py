@@ -1,15 +1,21 @@
-"""kvway beside the routers it replaces, before one fleet: ``python -m tests.bench.peers [--json] [--quick]``.
+"""kvway beside the routers it replaces, before one fleet: ``python -m tests.bench.peers [--quick] [--seeds N]``.
 
 Every cell is a new fleet of four ``kvway worker``s with KV events, one router, and ``kvway load`` with a seeded
 workload at a share of the fleet's capacity (``tests.bench.peers_fleet.Workload``). kvway routes by events
 (``expected-cost``), the Rust routers by what they sent (``cache_aware``); round robin is kvway without looking. Peers
 come from PyPI, into ``.venv-bench``. ``limit`` is how far any router could come (``Workload.limit``).
+
+One run of a hundred requests says little of a percentile: with ``--seeds``, every cell is run with so many workloads of
+its kind, by all routers in turn, and its figures are means over them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -63,6 +69,18 @@ def measure(router: Peer, workload: Workload, share: float) -> Row:
     return {**row, **kept, "problem": ""}
 
 
+def mean(rows: Sequence[Row]) -> Row:
+    """Return the row of a router's runs of one cell; if one of them could not be run, it says why."""
+    first = rows[0]
+    if problem := next((row["problem"] for row in rows if row["problem"]), ""):
+        return {**{key: first[key] for key in ("workload", "share", "router")}, "problem": problem}
+    means = {key: fmean(row[key] for row in rows) for key in (*TIMES, *RATES)}
+    sums = {key: sum(row[key] for row in rows) for key in ("answered", "failed")}
+    errors = dict(sum((Counter(row["errors"]) for row in rows), Counter()))
+    client = {key: sum(row["client"][key] for row in rows) for key in ("seconds", "saturated_s")}
+    return {**first, **means, **sums, "errors": errors, "client": client}
+
+
 def is_best(own: Row, others: list[Row]) -> bool:
     """Whether a row is the best of its cell in every column; a row with failed requests is not."""
     if own["problem"] or own["failed"]:
@@ -88,8 +106,14 @@ def targets(rows: list[Row], absent: dict[str, str]) -> dict[str, bool]:
     return met
 
 
-def print_cell(workload: Workload, share: float, rows: list[Row], console: Console) -> None:
-    title = f"{workload.name}, {share:.0%} of {workload.capacity_per_s:.1f} requests/s"
+def limit(workloads: Sequence[Workload]) -> dict[str, float]:
+    """Return ``Workload.limit`` as a mean over the seeds."""
+    return {key: fmean(workload.limit[key] for workload in workloads) for key in workloads[0].limit}
+
+
+def print_cell(workloads: Sequence[Workload], share: float, rows: list[Row], console: Console) -> None:
+    capacity_per_s = fmean(workload.capacity_per_s for workload in workloads)
+    title = f"{workloads[0].name}, {share:.0%} of {capacity_per_s:.1f} requests/s"
     table = Table("", title=title, title_justify="left")
     for name in ("TTFT p50 ms", "p90 ms", "p99 ms", "requests/s", "hit rate", "failed"):
         table.add_column(name, justify="right")
@@ -102,8 +126,8 @@ def print_cell(workload: Workload, share: float, rows: list[Row], console: Conso
         if row["client"]["saturated_s"]:
             late = f"{row['client']['saturated_s']} of {row['client']['seconds']} s"
             console.print(f"[bold]not a quiet machine:[/bold] {row['router']}: load generator delayed in {late}")
-    limit = workload.limit
-    table.add_row("limit", *(f"{limit[key] * 1e3:,.0f}" for key in TIMES), "", f"{limit['hit_rate']:.1%}", "")
+    bound = limit(workloads)
+    table.add_row("limit", *(f"{bound[key] * 1e3:,.0f}" for key in TIMES), "", f"{bound['hit_rate']:.1%}", "")
     console.print(table)
 
 
@@ -111,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description="kvway beside other routers")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--quick", action="store_true", help="a third of the requests, at 90 % of the capacity only")
+    parser.add_argument("--seeds", type=int, default=1, help="workloads of each kind whose figures are averaged")
     parser.add_argument("--only", nargs="+", choices=list(SOURCES), default=list(SOURCES), help="leave out the rest")
     options = parser.parse_args()
     console = Console(stderr=options.json)
@@ -119,20 +144,22 @@ def main() -> None:
         console.print(f"[bold]{name} is absent:[/bold] {why}", highlight=False)
     sources = QUICK_SOURCES if options.quick else SOURCES
     rows: list[Row] = []
-    workloads = [read_workload(name, sources[name]) for name in options.only]
-    for workload in workloads:
+    limits = {}
+    for name in options.only:
+        workloads = [read_workload(name, sources[name], seed) for seed in range(options.seeds)]
+        limits[name] = limit(workloads)
         for share in (TARGET_SHARE,) if options.quick else SHARES:
-            cell = [measure(router, workload, share) for router in peers]
-            print_cell(workload, share, cell, console)
+            runs = [[measure(router, workload, share) for router in peers] for workload in workloads]
+            cell = [mean(of_router) for of_router in zip(*runs, strict=True)]
+            print_cell(workloads, share, cell, console)
             rows += cell
     met = targets(rows, absent)
     for target, yes in met.items():
         console.print(f"{'yes' if yes else 'no ':<4}{target}", highlight=False)
     if options.json:
         versions = {peer.name: version(peer) for peer in peers}
-        limits = {workload.name: workload.limit for workload in workloads}
-        found = {"quick": options.quick, "versions": versions, "rows": rows, "limits": limits, "targets": met}
-        print(json.dumps(found))
+        run = {"quick": options.quick, "seeds": options.seeds, "versions": versions}
+        print(json.dumps({**run, "rows": rows, "limits": limits, "targets": met}))
 
 
 if __name__ == "__main__":

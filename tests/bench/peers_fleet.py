@@ -42,6 +42,7 @@ class Workload:
 
     Attributes:
         source: for ``kvway load``.
+        seed: likewise.
         requests: how many.
         nominal_per_s: requests per second as it arrives without scaling, in the middle half of the requests.
         capacity_per_s: requests per second at which all workers are busy all the time if nothing is computed twice:
@@ -55,6 +56,7 @@ class Workload:
 
     name: str
     source: str
+    seed: int
     requests: int
     nominal_per_s: float
     capacity_per_s: float
@@ -67,9 +69,9 @@ class Workload:
         return share * self.capacity_per_s / self.nominal_per_s
 
 
-def read_workload(name: str, source: str) -> Workload:
+def read_workload(name: str, source: str, seed: int = 0) -> Workload:
     """Tokenize a workload and calculate what it asks of the fleet."""
-    trace = tokenized(read_scenario(source, loop="sessions"), name)
+    trace = tokenized(read_scenario(source, seed, loop="sessions"), name)
     number = len(trace.requests)
     early_s, late_s = np.quantile([request.arrival_s for request in trace.requests], (0.25, SENT_SHARE))
     known = {chunk for request in trace.requests for chunk in request.chunks}
@@ -77,6 +79,7 @@ def read_workload(name: str, source: str) -> Workload:
     return Workload(
         name,
         source,
+        seed,
         number,
         nominal_per_s=number * (SENT_SHARE - 0.25) / float(late_s - early_s),
         capacity_per_s=WORKERS * number / busy_s(trace),
@@ -233,7 +236,7 @@ def _load(workload: Workload, share: float, url: str) -> dict[str, Any]:
         "--duration",
         str(workload.sent_s / load),
     )
-    options = ("--users", str(USERS), "--url", url, "--model", MODEL, "--json")
+    options = ("--users", str(USERS), "--seed", str(workload.seed), "--url", url, "--model", MODEL, "--json")
     done = subprocess.run(kvway(*words, *options), capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1) or not done.stdout:
         raise RuntimeError(f"kvway load ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")

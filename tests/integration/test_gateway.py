@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -272,3 +273,23 @@ async def test_lmcache_servers_may_tell_the_admin_port_what_they_hold(admin: htt
     refused = await admin.post("/lmcache/events", json={"batches": 3})
     assert refused.status_code == 400
     assert "LMCache" in refused.json()["error"]["message"]
+
+
+async def test_a_gateway_that_is_ready_has_imported_what_httpx_needs_for_its_first_request() -> None:
+    # In a process of its own: this one has long used httpx.
+    program = """
+import asyncio, sys
+from gateway.app import Gateway
+from gateway.config import Config
+
+async def main():
+    server = {"host": "127.0.0.1", "port": 0, "admin_port": 0}
+    config = {"server": server, "workers": [{"url": "http://127.0.0.1:1"}]}
+    async with Gateway(Config.model_validate(config)):
+        print("anyio._backends._asyncio" in sys.modules)
+
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    said, _ = await process.communicate()
+    assert said.split()[-1:] == [b"True"]

@@ -7,8 +7,8 @@ import pytest
 from sim.load.scenario import read_scenario
 from sim.profiles import find_profile
 from sim.requests import SimRequest, Trace
-from tests.bench.peers import KVWAY, QUICK_SOURCES, SOURCES, targets
-from tests.bench.peers_fleet import BLOCK_TOKENS, DECODING, PROFILE, busy_s, limit, tokenized
+from tests.bench.peers import KVWAY, QUICK_SOURCES, SOURCES, mean, targets
+from tests.bench.peers_fleet import BLOCK_TOKENS, DECODING, PROFILE, busy_s, limit, read_workload, tokenized
 
 
 def row(router: str, ttft_s: float, rate: float = 10.0, hit_rate: float = 0.8, **fields: Any) -> dict[str, Any]:
@@ -38,6 +38,27 @@ def test_targets(own: dict[str, Any], other: dict[str, Any], best: bool, far_bel
 
 def test_with_an_absent_peer_no_target_is_met() -> None:
     assert not any(targets([row(KVWAY, 0.5), row("peer", 1.0)], {"other": "no network"}).values())
+
+
+def test_a_cell_run_with_several_seeds_is_their_mean() -> None:
+    quiet, busy = ({"seconds": 7, "saturated_s": late} for late in (0, 2))
+    runs = [
+        row("peer", 1.0, hit_rate=0.7, answered=100, errors={"status 503": 1}, client=quiet),
+        row("peer", 2.0, hit_rate=0.8, answered=90, failed=1, errors={"status 503": 1}, client=busy),
+    ]
+    found = mean(runs)
+    assert (found["ttft_p90_s"], found["hit_rate"], found["requests_per_s"]) == (1.5, pytest.approx(0.75), 10.0)
+    assert (found["answered"], found["failed"], found["errors"]) == (190, 1, {"status 503": 2})
+    assert found["client"] == {"seconds": 14, "saturated_s": 2}
+
+
+def test_a_cell_is_not_measured_when_one_of_its_seeds_is_not() -> None:
+    assert mean([row("peer", 1.0), row("peer", 1.0, problem="did not start")])["problem"] == "did not start"
+
+
+def test_every_seed_is_another_workload() -> None:
+    first, second = (read_workload("w", "code:sessions=3,turns=2", seed) for seed in (0, 1))
+    assert first.sent_s != second.sent_s
 
 
 def test_a_workload_costs_what_no_request_before_has_computed() -> None:
