@@ -245,6 +245,11 @@ class DispatchConfig(Section):
         description="under least-work, prompts with more than twice as many uncached tokens are computed in pieces of "
         "so many, about budget_tokens; 0: as a whole; see docs/dispatch.md",
     )
+    make_room: bool = Field(
+        True,
+        description="under least-work, conversations that have lost their context wait for room on a worker that is "
+        "busy prefilling; see docs/dispatch.md",
+    )
 
     @model_validator(mode="after")
     def _known(self) -> DispatchConfig:

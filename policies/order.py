@@ -3,10 +3,11 @@
 An engine prefills in the order in which requests arrive there, so whoever wants another order must hold them back. A
 ``Turnstile`` stands before each worker: it lets a bounded number of uncached tokens through, about what one engine step
 takes in, and releases the rest in an order of its own as prefills are done. It never idles an engine: something is
-held only while something else is being prefilled.
+held only while something else is being prefilled, or decoded where it is room that is waited for.
 
 Least work first lets turns whose context is still cached hit it before it is evicted, and lets cold prompts in between;
-ageing bounds how long those can be passed by.
+ageing bounds how long those can be passed by. Conversations that have lost their context stand apart and may have to
+wait for room, too (``policies.room``).
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 from typing import Annotated, Any, ClassVar, Final, Protocol
 
 import msgspec
 
+from policies.room import Room
+
 _MAX_LEFT: Final = 64  # entries of requests that left while they were held, beyond as many as are held
+_LOOKED_AT: Final = 16  # of those that wait for room, the first that came: one of them is small enough, or none
 
 
 class Held:
@@ -31,10 +35,13 @@ class Held:
         priority: larger goes first, whatever the order says.
         tenant: whose request it is, for ``fair``.
         held_at: when it came, in seconds of any monotonic clock.
-        waiting: whether it is held now; ``Turnstile`` keeps this.
+        lost_tokens: where it goes on with a conversation whose context its worker has lost, the tokens of HBM that it
+            will take; else 0.
+        rank: where its order has it stand, least first, and
+        waiting: whether it is held now; ``Turnstile`` keeps both.
     """
 
-    __slots__ = ("held_at", "priority", "tenant", "tokens", "waiting", "work_s")
+    __slots__ = ("held_at", "lost_tokens", "priority", "rank", "tenant", "tokens", "waiting", "work_s")
 
     def __init__(self, work_s: float, tokens: float, held_at: float, priority: int = 0, tenant: str = "") -> None:
         self.work_s = work_s
@@ -42,7 +49,13 @@ class Held:
         self.priority = priority
         self.tenant = tenant
         self.held_at = held_at
+        self.lost_tokens = 0
+        self.rank = 0.0
         self.waiting = False
+
+    def stands_before(self, other: Held) -> bool:
+        """Return whether it is to go before another one, by priority and rank."""
+        return (-self.priority, self.rank) < (-other.priority, other.rank)
 
 
 class ReleaseOrder(Protocol):
@@ -190,6 +203,8 @@ class Turnstile:
     Args:
         order: who goes first.
         budget_tokens: uncached tokens let through at a time; a single request may be larger.
+        room: of the worker, where conversations that have lost their context wait for it. It counts while somebody
+            calls ``look`` before everything else.
 
     Attributes:
         waiting: requests held.
@@ -198,44 +213,63 @@ class Turnstile:
     """
 
     __slots__ = (
+        "_apart",
         "_heap",
         "_numbers",
         "_order",
         "_outstanding",
         "budget_tokens",
         "outstanding_tokens",
+        "room",
         "waiting",
         "waiting_s",
     )
 
-    def __init__(self, order: ReleaseOrder, budget_tokens: float) -> None:
+    def __init__(self, order: ReleaseOrder, budget_tokens: float, room: Room[Any] | None = None) -> None:
         self.budget_tokens = budget_tokens
+        self.room = room
         self.waiting = 0
         self.waiting_s = 0.0
         self.outstanding_tokens = 0.0
         self._order = order
         self._outstanding = 0
         self._heap: list[tuple[int, float, int, Held]] = []
+        self._apart: dict[Held, None] = {}  # those that have lost their context, as they came
         self._numbers = count()
+
+    def look(self, capacity_tokens: float, now: float) -> None:
+        """Let the room take note of the worker's HBM and of the time; see ``Room.look``."""
+        if self.room is not None:
+            self.room.look(capacity_tokens, self._outstanding > 0, now)
 
     def enter(self, held: Held) -> bool:
         """Let a request through at once, or hold it; return whether it may go."""
-        rank = self._order.rank(held)
-        if self.waiting == 0 and self._fits(held):
+        held.rank = self._order.rank(held)
+        apart = self.room is not None and held.lost_tokens > 0
+        if not self.waiting and not apart and self._fits(held):
             self._order.released(held)
             self._let_through(held)
             return True
         held.waiting = True
         self.waiting += 1
         self.waiting_s += held.work_s
-        heappush(self._heap, (-held.priority, rank, next(self._numbers), held))
+        if apart:
+            self._apart[held] = None
+        else:
+            heappush(self._heap, (-held.priority, held.rank, next(self._numbers), held))
+        if self._apart and self._next() is held and self._fits(held):
+            self._go(held)
+            return True
         return False
 
     def leave(self, held: Held) -> None:
         """Take a request out: its prefill is done, or it is not wanted any more. Then ask ``release``."""
         if held.waiting:
             self._unhold(held)
-            if len(self._heap) > 2 * self.waiting + _MAX_LEFT:
+            if held in self._apart:
+                del self._apart[held]
+                self._order.released(held)
+            elif len(self._heap) > 2 * self.waiting + _MAX_LEFT:
                 self._compact()
         else:
             self._outstanding -= 1
@@ -243,20 +277,38 @@ class Turnstile:
 
     def release(self) -> Held | None:
         """Let the next request through if it may go; call it until it returns None."""
-        heap = self._heap
-        while heap and not heap[0][-1].waiting:  # left while they were held
-            self._order.released(heappop(heap)[-1])
-        if not heap or not self._fits(heap[0][-1]):
+        held = self._next()
+        if held is None or not self._fits(held):
             return None
-        held = heappop(heap)[-1]
-        self._unhold(held)
-        self._order.released(held)
-        self._let_through(held)
+        self._go(held)
         return held
 
     def queue(self) -> list[Held]:
-        """Return the held requests in the order of their release."""
-        return [held for *_, held in sorted(self._heap) if held.waiting]
+        """Return the held requests in the order of their release; those that stand apart come last."""
+        return [held for *_, held in sorted(self._heap) if held.waiting] + list(self._apart)
+
+    def _next(self) -> Held | None:
+        """Return who is to go next, of those that do not wait for room."""
+        heap = self._heap
+        while heap and not heap[0][-1].waiting:  # left while they were held
+            self._order.released(heappop(heap)[-1])
+        first = heap[0][-1] if heap else None
+        if self.room is not None:
+            for held in islice(self._apart, _LOOKED_AT if self.room.crowded else 1):
+                if (first is None or held.stands_before(first)) and self.room.fits(
+                    held.lost_tokens, held.held_at, held.work_s
+                ):
+                    first = held
+        return first
+
+    def _go(self, held: Held) -> None:
+        if held in self._apart:
+            del self._apart[held]
+        else:
+            heappop(self._heap)
+        self._unhold(held)
+        self._order.released(held)
+        self._let_through(held)
 
     def _compact(self) -> None:
         for entry in self._heap:

@@ -36,6 +36,7 @@ Progress = Callable[[int, int], None]
 """Called now and then with the requests answered so far, and all of them."""
 
 PROGRESS_STEPS = 200
+LOOK_S = 0.5  # between looks at those that wait for room
 
 
 def simulate(
@@ -125,6 +126,8 @@ class Simulation:
             self._at(failure.at_s, self._fail, failure)
         if self._replication is not None:
             self._at(self._replication.settings.interval_s, self._replicate)
+        if self._holding is not None and self._holding.makes_room:
+            self._at(LOOK_S, self._look_for_room)
         heap = self._heap
         while heap and not self.records.complete:
             at, _, action, argument = heappop(heap)
@@ -292,17 +295,20 @@ class Simulation:
         self._release(live)
         self.routers[live.replica].end(live.dispatch, self.now)
         self._tell_others(live.replica, lambda router: router.hear_end(number, self.now))
+        if self._holding is not None:
+            for following in self._holding.ended(live, self.now):
+                self._at(self.now, self._deliver, following)
 
     def _release(self, live: Live) -> None:
         """Let go what was held behind a request."""
         if self._holding is not None:
-            for following in self._holding.left(live):
+            for following in self._holding.left(live, self.now):
                 self._at(self.now, self._deliver, following)
 
     def _go_on_in_pieces(self, live: Live) -> None:
         """A piece of a request is computed: what follows it waits for its turn."""
         assert self._holding is not None
-        for following in self._holding.next_piece(live, self.trace.requests[live.job.number]):
+        for following in self._holding.next_piece(live, self.trace.requests[live.job.number], self.now):
             self._at(self.now + BETWEEN_S * (following is live), self._deliver, following)
 
     def _go_on(self, number: int) -> None:
@@ -327,6 +333,14 @@ class Simulation:
         _, held = self.workers[dispatch.worker].lookup(job.chain, job.prompt_tokens)
         arrives_at = self._apart.arrives_at(job.prompt_tokens - held, job.first_at - job.started_at, self.now)
         self._at(arrives_at, self._deliver, self._count(job.number, live.replica, dispatch, "decode"))
+
+    def _look_for_room(self, _: None) -> None:
+        """Those that wait for room may have waited for long enough, or their worker be at rest."""
+        assert self._holding is not None
+        for following in self._holding.look(self.now):
+            self._at(self.now, self._deliver, following)
+        if self._heap:  # otherwise nothing will ever happen again
+            self._at(self.now + LOOK_S, self._look_for_room)
 
     # What is heard and seen of it
 

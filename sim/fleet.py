@@ -128,6 +128,7 @@ class GatewaySettings:
         budget_tokens: uncached tokens that a worker is given at a time where requests are held.
         piece_tokens: under ``least-work``, prompts with more than twice as many uncached tokens go in pieces of so many
             (``policies.pieces``); 0: all go whole.
+        make_room: under ``least-work``, conversations that have lost their context wait for room (``policies.room``).
     """
 
     replicas: int = 1
@@ -142,6 +143,7 @@ class GatewaySettings:
     order_params: dict[str, Any] = field(default_factory=dict)
     budget_tokens: int = 8192
     piece_tokens: int = 8192
+    make_room: bool = True
 
     def __post_init__(self) -> None:
         if self.order != "none":

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
-from policies.base import FleetView
+from policies.base import COLUMNS, FleetView
+from policies.cost import prefill_seconds
 from policies.order import Held, Turnstile, create_order
 from policies.pieces import has_room, piece_ends
+from policies.room import Ends, Room, is_lost
 from sim.fleet import GatewaySettings
 from sim.jobs import Job
 from sim.requests import SimRequest
 from sim.router import Dispatch
+
+CAPACITY: Final = COLUMNS.index("kv_capacity_tokens")
+A, C = COLUMNS.index("prefill_a_s"), COLUMNS.index("prefill_c_s")
 
 Leg = Literal["whole", "prefill", "decode"]
 
@@ -76,10 +81,14 @@ class Holding:
 
     def __init__(self, settings: GatewaySettings, fleets: Sequence[FleetView], block_tokens: int) -> None:
         budget = settings.budget_tokens / settings.replicas
-        self._stiles = [
-            [Turnstile(create_order(settings.order, settings.order_params), budget) for _ in fleet.names]
-            for fleet in fleets
-        ]
+        self.makes_room = makes_room = settings.make_room and settings.order == "least-work"
+
+        def stile() -> Turnstile:
+            room = Room[int](block_tokens) if makes_room else None
+            return Turnstile(create_order(settings.order, settings.order_params), budget, room)
+
+        self._stiles = [[stile() for _ in fleet.names] for fleet in fleets]
+        self._ends = [Ends[int]() for _ in fleets]
         self._fleets = fleets
         self._piece_tokens = settings.piece_tokens if settings.order == "least-work" else 0
         self._block_tokens = block_tokens
@@ -92,39 +101,82 @@ class Holding:
             cached, named = flight.prompt_tokens - flight.uncached_tokens, len(request.chunks) * self._block_tokens
             ends = piece_ends(flight.prompt_tokens, cached, self._piece_tokens, self._block_tokens)
             live.ends = [end for end in ends if end <= named]
-        return self._enter(live, request, now)
+        return self._enter(live, request, now, now, self._lost_tokens(live, request))
 
-    def next_piece(self, live: Live, request: SimRequest) -> Iterator[Live]:
+    def next_piece(self, live: Live, request: SimRequest, now: float) -> Iterator[Live]:
         """A piece is computed: hold the request until the turn of what follows, and yield those that may go now."""
         done = self._turns[live]
-        if self._enter(live, request, done.held_at):
+        if self._enter(live, request, done.held_at, now):
             yield live
-        yield from self._leave(done)
+        done.stile.leave(done)
+        yield from self.release(live.replica, live.dispatch.worker, now)
 
-    def left(self, live: Live) -> Iterator[Live]:
+    def left(self, live: Live, now: float) -> Iterator[Live]:
         """A request's prefill is over, or will not be: yield those that may go now."""
         turn = self._turns.pop(live, None)
         if turn is not None:
-            yield from self._leave(turn)
+            self._look(live.replica, live.dispatch.worker, now)
+            turn.stile.leave(turn)
+            yield from self.release(live.replica, live.dispatch.worker, now)
 
-    def _enter(self, live: Live, request: SimRequest, held_at: float) -> bool:
-        worker, flight = live.dispatch.worker, live.dispatch.flight
-        turn = self._turns[live] = _Turn(live, self._stiles[live.replica][worker], request, held_at)
+    def ended(self, live: Live, now: float) -> Iterator[Live]:
+        """A request is over: yield those that may go now, in the room that it leaves."""
+        worker = live.dispatch.worker
+        stile = self._look(live.replica, worker, now)
+        if stile.room is not None:
+            a, b, c = self._fleets[live.replica].state[A : C + 1, worker].tolist()
+            stile.room.end(live, prefill_seconds(live.job.prompt_tokens, 0, a, b, c))
+            yield from self.release(live.replica, worker, now)
+
+    def look(self, now: float) -> Iterator[Live]:
+        """Yield those that may go now although nobody has left their worker."""
+        for replica, stiles in enumerate(self._stiles):
+            for worker, stile in enumerate(stiles):
+                if stile.waiting:
+                    yield from self.release(replica, worker, now)
+
+    def release(self, replica: int, worker: int, now: float) -> Iterator[Live]:
+        """Yield the requests of a gateway that may go to a worker now."""
+        stile = self._look(replica, worker, now)
+        while isinstance(following := stile.release(), _Turn):
+            self._begin(following)
+            yield following.live
+
+    def _lost_tokens(self, live: Live, request: SimRequest) -> int:
+        flight, ends = live.dispatch.flight, self._ends[live.replica]
+        room = self._stiles[live.replica][live.dispatch.worker].room
+        lost = is_lost(flight.prompt_tokens, flight.uncached_tokens, request.chunks, ends)
+        ends.add(request.chunks)
+        return room.tokens_beside(request.chunks) if lost and room is not None else 0
+
+    def _enter(self, live: Live, request: SimRequest, held_at: float, now: float, lost_tokens: int = 0) -> bool:
+        flight, stile = live.dispatch.flight, self._look(live.replica, live.dispatch.worker, now)
+        turn = self._turns[live] = _Turn(live, stile, request, held_at)
+        turn.lost_tokens = lost_tokens
         if live.ends and not self._have_room(live):
             live.ends = []
         if live.ends:
             turn.tokens = live.ends[0] - (flight.prompt_tokens - flight.uncached_tokens)
-        return turn.stile.enter(turn)
+        if not stile.enter(turn):
+            return False
+        self._begin(turn)
+        return True
 
     def _have_room(self, live: Live) -> bool:
         fleet, worker = self._fleets[live.replica], live.dispatch.worker
         running, capacity = float(fleet.decode_tokens[worker]), float(fleet.kv_capacity_tokens[worker])
         return has_room(live.job.prompt_tokens, running, capacity)
 
-    def _leave(self, turn: _Turn) -> Iterator[Live]:
-        turn.stile.leave(turn)
-        while isinstance(following := turn.stile.release(), _Turn):
-            yield following.live
+    def _look(self, replica: int, worker: int, now: float) -> Turnstile:
+        """Return the turnstile of a gateway before a worker, up to date."""
+        stile = self._stiles[replica][worker]
+        stile.look(self._fleets[replica].state.item(CAPACITY, worker), now)
+        return stile
+
+    @staticmethod
+    def _begin(turn: _Turn) -> None:
+        if turn.stile.room is not None:
+            turn.stile.room.begin(turn.live, turn.live.job.chain.hashes)
 
     def give_up(self, worker: int) -> list[Live]:
         """Return what is held for a worker that has died, and hold it no longer."""

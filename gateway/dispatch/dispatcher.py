@@ -16,11 +16,15 @@ from gateway.fleet.ledger import Flight, Ledger
 from gateway.fleet.registry import Registry, State, Worker
 from gateway.observe.observer import Observer
 from policies.base import COLUMNS, RoutingRequest
+from policies.cost import prefill_seconds
 from policies.order import Held, Turnstile, create_order
+from policies.room import Ends, Room, is_lost
 
 _PENDING_TOKENS: Final = COLUMNS.index("pending_prefill_tokens")
+_CAPACITY: Final = COLUMNS.index("kv_capacity_tokens")
+_A, _C = COLUMNS.index("prefill_a_s"), COLUMNS.index("prefill_c_s")
 _TICK_S: Final = 0.02
-"""While requests are held, prefills whose end cannot be seen are presumed done with this precision."""
+"""While requests are held, prefills whose end cannot be seen are presumed done, and room is looked for, this often."""
 _TIMED_PREFILLS: Final = 16
 """Answers that are not streamed are held only where so many prefills were seen: the end of theirs is presumed from
 the worker's speed, and a speed that is only configured may be far below what it can do."""
@@ -29,11 +33,12 @@ the worker's speed, and a speed that is only configured may be far below what it
 class _Turn(Held):
     """A request, or a piece of it, at its worker's turnstile."""
 
-    __slots__ = ("flight", "is_piece", "line", "waiter")
+    __slots__ = ("chunks", "flight", "is_piece", "line", "waiter")
 
     def __init__(self, flight: Flight, line: _Line, request: RoutingRequest, held_at: float, piece_tokens: int) -> None:
         tokens = piece_tokens or flight.uncached_tokens
         super().__init__(flight.prefill_s, tokens, held_at, request.priority, request.session or "")
+        self.chunks = request.chunks
         self.flight = flight
         self.is_piece = piece_tokens > 0
         self.line = line
@@ -71,9 +76,13 @@ class Dispatcher:
         self._config = config
         self._lines: dict[Worker, _Line] = {}
         self._turns: dict[Flight, _Turn] = {}
+        self._makes_room = config.make_room and config.order == "least-work"
+        self._ends = Ends[bytes]()
         self._waiting = 0
         self._ticking = False
         ledger.on_left = self._left
+        if self._makes_room:
+            ledger.on_ended = self._ended
         registry.on_change(self._on_change)
         registry.on_state(self._on_state)
 
@@ -102,10 +111,12 @@ class Dispatcher:
         if not self.holds(flight.worker, flight.streamed):
             flight.start(now)
             return True
-        line = self._lines.get(flight.worker) or self._open(flight.worker)
+        line = self._lines.get(flight.worker) or self._open(flight.worker, request.chunk_tokens)
         piece = self._turns.get(flight)  # the one before, which is done
         turn = _Turn(flight, line, request, now if piece is None else piece.held_at, piece_tokens)
-        line.stile.budget_tokens = self._budget(line.worker)
+        if piece is None and line.stile.room is not None:
+            turn.lost_tokens = self._lost_tokens(flight, request, line.stile.room)
+        self._look(line, now)
         if piece is None and line.stile.waiting >= self._config.max_held and line.worker.row >= 0:
             self.refused += 1
             raise Saturated(
@@ -152,6 +163,16 @@ class Dispatcher:
             lambda: of_lines("outstanding_tokens"),
             ("worker",),
         )
+        observer.gauge(
+            "kvway_worker_crowded",
+            "1 while conversations that have lost their context wait for room.",
+            lambda: {
+                worker.name: float(line.stile.room.crowded)
+                for worker, line in self._lines.items()
+                if line.stile.room is not None
+            },
+            ("worker",),
+        )
         observer.counter("kvway_held_requests_total", "Requests that had to wait.", lambda: self.held)
         observer.counter("kvway_held_seconds_total", "Time that they waited.", lambda: self.held_s)
         observer.counter("kvway_queue_full_total", "Requests refused because too many waited.", lambda: self.refused)
@@ -159,14 +180,36 @@ class Dispatcher:
     def _left(self, flight: Flight) -> None:
         turn = self._turns.pop(flight, None)
         if turn is not None:
+            if self._makes_room:
+                self._look(turn.line, monotonic())
             turn.line.stile.leave(turn)
             self._release(turn.line)
+
+    def _ended(self, flight: Flight) -> None:
+        """A request is over: where somebody waits for room, this leaves some."""
+        line = self._lines.get(flight.worker)
+        if line is not None and line.stile.room is not None:
+            a, b, c = self._registry.fleet.state[_A : _C + 1, line.worker.row].tolist()
+            self._look(line, monotonic())
+            line.stile.room.end(flight, prefill_seconds(flight.prompt_tokens, 0, a, b, c))
+            self._release(line)
+
+    def _lost_tokens(self, flight: Flight, request: RoutingRequest, room: Room[bytes]) -> int:
+        lost = is_lost(flight.prompt_tokens, flight.uncached_tokens, request.chunks, self._ends)
+        self._ends.add(request.chunks)
+        return room.tokens_beside(request.chunks) if lost else 0
+
+    def _look(self, line: _Line, now: float) -> None:
+        """Bring a turnstile's budget and its room up to date."""
+        line.stile.budget_tokens = self._budget(line.worker)
+        if self._makes_room and line.worker.row >= 0:
+            line.stile.look(self._registry.fleet.state.item(_CAPACITY, line.worker.row), now)
 
     def _release(self, line: _Line) -> None:
         if not line.stile.waiting:
             return
-        line.stile.budget_tokens = self._budget(line.worker)
         now = monotonic()
+        self._look(line, now)
         while (turn := line.stile.release()) is not None:
             assert isinstance(turn, _Turn) and turn.waiter is not None
             self._go(turn, now)
@@ -175,6 +218,8 @@ class Dispatcher:
 
     @staticmethod
     def _go(turn: _Turn, now: float) -> None:
+        if turn.line.stile.room is not None:
+            turn.line.stile.room.begin(turn.flight, turn.chunks)
         if not turn.is_piece:
             turn.flight.start(now)
 
@@ -195,6 +240,9 @@ class Dispatcher:
     def _ticked(self) -> None:
         self._ticking = False
         self._ledger.advance(monotonic())
+        for line in self._lines.values():
+            if line.stile.room is not None and line.stile.room.crowded:
+                self._release(line)
         self._tick()
 
     def _give_back(self, worker: Worker) -> None:
@@ -206,9 +254,10 @@ class Dispatcher:
             if not turn.waiter.done():
                 turn.waiter.set_result(False)
 
-    def _open(self, worker: Worker) -> _Line:
+    def _open(self, worker: Worker, chunk_tokens: int) -> _Line:
         order = create_order(self._config.order, self._config.params)
-        line = _Line(worker, Turnstile(order, self._config.budget_tokens))
+        room = Room[bytes](chunk_tokens) if self._makes_room else None
+        line = _Line(worker, Turnstile(order, self._config.budget_tokens, room))
         if worker.row >= 0:
             self._lines[worker] = line
         return line

@@ -153,6 +153,7 @@ class Ledger:
     Attributes:
         in_flight: requests dispatched and not yet ended, those on workers that have left included.
         on_left: told of every request whose prefill ends, however that comes about.
+        on_ended: told of every request that is over.
     """
 
     def __init__(self, registry: Registry, on_prefill: PrefillObserver | None = None) -> None:
@@ -165,6 +166,7 @@ class Ledger:
         self._cells = cast("memoryview[float]", registry.fleet.state.data)
         self.in_flight = 0
         self.on_left: DepartureObserver | None = None
+        self.on_ended: DepartureObserver | None = None
         registry.on_change(self._on_change)
 
     def dispatch(
@@ -286,6 +288,8 @@ class Ledger:
             state[_RUNNING, row] -= 1
             if decoding:
                 state[_DECODE_TOKENS, row] -= flight.prompt_tokens
+        if self.on_ended is not None:
+            self.on_ended(flight)
 
     def _open(self, worker: Worker) -> _Account:
         account = _Account(worker)

@@ -61,14 +61,16 @@ class Entrant:
     order: str = "none"
     hbm: int = 1
     piece_tokens: int = 8192
+    make_room: bool = True
     known: Known | None = None
 
 
 DEFAULT: Final = Entrant(OURS, OURS, order="least-work")
 NEVER_EVICTS: Final = replace(DEFAULT, label=LIMIT, hbm=_UNBOUNDED)
+_ALL_TAKE_PART: Final = replace(DEFAULT, make_room=False)  # else an oracle would change who may, too
 ORACLE: Final = (
-    DEFAULT,
-    *(replace(DEFAULT, label=f"{known} known best", known=known) for known in get_args(Known)),
+    _ALL_TAKE_PART,
+    *(replace(_ALL_TAKE_PART, label=f"{known} known best", known=known) for known in get_args(Known)),
     NEVER_EVICTS,
 )
 BASELINES: Final = (
@@ -87,6 +89,7 @@ ABLATION: Final = (
     Entrant("released fifo", OURS, order="fifo"),
     Entrant("nothing held", OURS),
     Entrant("long prompts whole", OURS, order="least-work", piece_tokens=0),
+    Entrant("no room made", OURS, order="least-work", make_room=False),
 )
 
 
@@ -107,7 +110,9 @@ def run(job: Job) -> Figures:
     fleet = replace(
         fleet,
         capacity_tokens=job.entrant.hbm * fleet.capacity_tokens,
-        gateway=GatewaySettings(order=job.entrant.order, piece_tokens=job.entrant.piece_tokens),
+        gateway=GatewaySettings(
+            order=job.entrant.order, piece_tokens=job.entrant.piece_tokens, make_room=job.entrant.make_room
+        ),
     )
     if job.entrant.known is None:
         result = simulate(trace, fleet, job.entrant.policy, job.entrant.params, job.seed)

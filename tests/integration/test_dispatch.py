@@ -45,11 +45,16 @@ def body(user: str, words: int = 10, **fields: Any) -> bytes:
 
 
 @asynccontextmanager
-async def fleet(workers: int = 1, **dispatch: Any) -> AsyncIterator[tuple[Rig, list[HeldWorker]]]:
+async def fleet(
+    workers: int = 1, capacity_tokens: int | None = None, **dispatch: Any
+) -> AsyncIterator[tuple[Rig, list[HeldWorker]]]:
     async with AsyncExitStack() as stack:
+        settings = [{"kv_capacity_tokens": capacity_tokens}] * workers
         held = [await stack.enter_async_context(HeldWorker()) for _ in range(workers)]
         dispatch = {"order": "least-work", "budget_tokens": 1, **dispatch}
-        rig = await stack.enter_async_context(relay(held, dispatch=dispatch, retries={"backoff_s": 0.001}))
+        rig = await stack.enter_async_context(
+            relay(held, settings=settings, dispatch=dispatch, retries={"backoff_s": 0.001})
+        )
         yield rig, held
 
 
@@ -197,6 +202,31 @@ async def test_answers_that_are_not_streamed_are_not_held_where_the_speed_is_not
         for user in "abcd":
             await clients.ask(user, 5000, stream=False)
         await eventually(lambda: sorted(worker.came) == list("abcd"))
+
+
+async def test_a_conversation_that_has_lost_its_context_waits_for_room_and_is_passed_meanwhile(monkeypatch) -> None:
+    monkeypatch.setattr("policies.room.BUSY", -1.0)  # however little a worker prefills, it is crowded
+    monkeypatch.setattr("policies.room.PATIENCE", 1e6)
+    async with fleet(2, capacity_tokens=500) as (rig, [elsewhere, crowded]), AsyncExitStack() as stack:
+        clients = Clients(rig, stack)
+
+        async def ask(user: str, ids: range, worker: HeldWorker) -> None:
+            await clients.ask(user, prompt=list(ids))
+            await eventually(lambda: worker.came[-1:] == [user])
+            worker.prefill(user)
+
+        await ask("turn 1", range(160), elsewhere)
+        await ask("runner", range(1000, 1480), crowded)
+        await ask("other", range(2000, 2010), elsewhere)
+        await eventually(lambda: rig.services.registry.fleet.decode_tokens[1] == 480)
+        await clients.ask("turn 2", prompt=list(range(200)))
+        assert waiting(rig) == 1
+        assert b'kvway_worker_crowded{worker="w1"} 1' in rig.services.observer.render()
+        await ask("another", range(3000, 3010), elsewhere)
+        await ask("new", range(4000, 4160), crowded)
+        assert waiting(rig) == 1
+        clients.wires["runner"].close()
+        await eventually(lambda: crowded.came == ["runner", "new", "turn 2"])
 
 
 async def test_what_is_held_is_explained_and_measured() -> None:

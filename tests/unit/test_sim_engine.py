@@ -145,6 +145,7 @@ def test_a_simulated_gateway_holds_requests_and_speculates_as_a_real_one_does_by
     assert (simulated.order, simulated.order_params) == (real.dispatch.order, real.dispatch.params)
     assert simulated.budget_tokens == real.dispatch.budget_tokens
     assert simulated.piece_tokens == real.dispatch.piece_tokens
+    assert simulated.make_room == real.dispatch.make_room
     assert simulated.speculation_s == real.index.speculative_ttl_s
 
 
