@@ -18,17 +18,25 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"{path}: the folder {folder} does not exist")
     if path.is_dir():
         raise ValueError(f"{path}: is a folder; name a file in it")
-    if not os.access(folder, os.W_OK):
+    if _is_elsewhere(path):
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{path}: cannot be written to")
+    elif not os.access(folder, os.W_OK):
         raise ValueError(f"{path}: the folder {folder} cannot be written to")
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file under another name beside it, then give it its own: nobody ever sees half of it.
 
+    A device, a pipe or what a link leads to is written as it is: it must not give way to a file.
+
     Raises:
         ValueError: it cannot be written; what was there before is there still.
     """
     try:
+        if _is_elsewhere(path):
+            path.write_bytes(content)
+            return
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with open(handle, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
@@ -42,6 +50,11 @@ def write_whole(path: Path, content: bytes) -> None:
             raise
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+
+
+def _is_elsewhere(path: Path) -> bool:
+    """Whether a name stands for something else than a file in its folder."""
+    return path.is_symlink() or path.is_char_device() or path.is_block_device() or path.is_fifo() or path.is_socket()
 
 
 def _umask() -> int:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner, Result
 from gateway.cli import app
 from sim.experiment import Case, cells, compare, parse_sweep, run_case
 from sim.fleet import FleetSettings
-from sim.output import write_whole
+from sim.output import check_writable, write_whole
 from sim.report import frontier
 from sim.scaling import working_set_tokens
 from sim.scenario import Traffic, read_fleet, read_policy
@@ -236,6 +237,20 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, mon
         write_whole(file, b"after")
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
     assert file.read_bytes() == b"before"
+
+
+def test_a_pipe_and_what_a_link_leads_to_are_written_and_stay_what_they_are(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    for path in (pipe, link):
+        check_writable(path)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_bytes)
+        write_whole(pipe, b"piped")
+        assert read.result() == b"piped" and pipe.is_fifo()
+    write_whole(link, b"linked")
+    assert file.read_bytes() == b"linked" and link.is_symlink()
 
 
 def test_the_frontier_keeps_what_nothing_betters() -> None:
