@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import zmq.asyncio
 from gateway.events.decode import Hash
 from gateway.events.drops import Dropped, Drops
 from gateway.events.feed import Feed, FeedContext
-from gateway.events.lmcache import decode_directory
+from gateway.events.lmcache import DirectoryBatch, decode_directory
 from gateway.events.subscriber import SILENCE_S, FeedStats
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.base import ChunkIndex
@@ -40,6 +40,7 @@ class EventFeeds:
         on_taken: called with every slot that is taken, before anything is in it.
         refills: after a start or a loss, let requests ask the engine for what it holds (``Worker.refill_until``).
         on_dropped: called with whatever the members followed here say to be gone from their pools.
+        pass_on: tells other replicas what LMCache's servers of their workers say; returns whether that was possible.
 
     Attributes:
         pools: the remote tiers that workers share, as their events tell of them.
@@ -57,12 +58,14 @@ class EventFeeds:
         on_taken: Callable[[int], None] | None = None,
         refills: bool = False,
         on_dropped: Callable[[Dropped], None] | None = None,
+        pass_on: Callable[[list[DirectoryBatch]], Awaitable[bool]] | None = None,
     ) -> None:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self.pools = SharedPools(index)
         self._drops: defaultdict[str, Drops] = defaultdict(Drops)
         self._on_dropped = on_dropped
+        self._pass_on = pass_on
         self._shared = FeedContext(
             registry,
             index,
@@ -150,19 +153,30 @@ class EventFeeds:
         """Take in what LMCache's servers tell their coordinator: of each worker that has an instance's name.
 
         Returns:
-            ``batches`` taken in, and ``ignored`` ones: of workers that are not known, not followed here, or publish no
-            events of their own.
+            ``batches`` taken in, or passed on where other replicas follow the workers, and ``ignored`` ones: of workers
+            that are not known, not followed by anybody we can reach, or publish no events of their own.
 
         Raises:
             BadDirectoryEvents: the body cannot be read.
         """
-        counts = {"batches": 0, "ignored": 0}
-        for directory in decode_directory(body):
+        batches, elsewhere, taken = decode_directory(body), [], 0
+        for directory in batches:
             worker = self._shared.registry.workers.get(directory.instance_id)
-            feed = None if worker is None else self._feeds.get(worker)
-            taken = feed is not None and await feed.take_directory(directory)
-            counts["batches" if taken else "ignored"] += 1
-        return counts
+            if worker is not None and not self.follows(worker):
+                directory.events()  # raises here, where the server hears of it
+                elsewhere.append(directory)
+            elif worker is not None:
+                taken += await self._feeds[worker].take_directory(directory)
+        if elsewhere and self._pass_on is not None and await self._pass_on(elsewhere):
+            taken += len(elsewhere)
+        return {"batches": taken, "ignored": len(batches) - taken}
+
+    async def hear_directory(self, batches: Iterable[DirectoryBatch]) -> None:
+        """Take in what another replica passes on, of the workers that are followed here."""
+        for directory in batches:
+            worker = self._shared.registry.workers.get(directory.instance_id)
+            if worker is not None and self.follows(worker):
+                await self._feeds[worker].take_directory(directory)
 
     def resync(self, worker: Worker) -> bool:
         """Predictions for a worker do not come true: read it anew. False if it has no events, or not here."""

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from gateway.events.drops import Dropped
+from gateway.events.lmcache import DirectoryBatch
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.base import Speculation
 from policies.base import COLUMNS, FleetView
@@ -60,6 +61,8 @@ class News(msgspec.Struct, array_like=True):
         dropped: what is gone from shared pools.
         dropped_since: pool → since when all that was dropped is in ``dropped``, seconds; where some replica asked.
         asks: the replica has not heard what was dropped before.
+        directory: what LMCache's servers of workers say that other replicas follow. It goes at once, with no number and
+            nothing else, so that a server's batches stay in order.
     """
 
     replica: str
@@ -76,6 +79,7 @@ class News(msgspec.Struct, array_like=True):
     dropped: Sequence[Dropped] = ()
     dropped_since: dict[str, float] = {}
     asks: bool = False
+    directory: Sequence[DirectoryBatch] = ()
 
 
 class AnnouncedPrompt:

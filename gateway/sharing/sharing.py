@@ -20,6 +20,7 @@ import msgspec
 
 from gateway.config import IndexConfig
 from gateway.events.feeds import EventFeeds
+from gateway.events.lmcache import DirectoryBatch
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.approximate import ApproximateCache
 from gateway.index.redis import RedisIndex
@@ -74,6 +75,7 @@ class Sharing:
             on_taken=self.approximate.forget,
             refills=config.refill_share > 0,
             on_dropped=self.outbox.dropped,
+            pass_on=self._pass_on,
         )
         self.on_written: Callable[[str], object] | None = None
         self.up = False
@@ -202,7 +204,7 @@ class Sharing:
             log.warning("another replica speaks another language, perhaps another version: %s", error)
             return
         if heard.replica != self._replica:
-            await self._hear_another(heard)
+            await (self.feeds.hear_directory(heard.directory) if heard.directory else self._hear_another(heard))
         if self.on_written is not None:
             for request_id in heard.written:
                 self.on_written(request_id)
@@ -221,6 +223,16 @@ class Sharing:
             self.outbox.remember(*self.feeds.drops())
         if heard.moved:
             self.hurry()
+
+    async def _pass_on(self, batches: list[DirectoryBatch]) -> bool:
+        if not self.up:
+            return False
+        try:
+            await self._store.tell(news.encode(news.News(self._replica, whole=False, loads={}, directory=batches)))
+        except UNREACHABLE as error:
+            self._failed(error)
+            return False
+        return True
 
     def _known(self) -> set[str]:
         return self._alive | self._peers.replicas | {self._replica}

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
 from gateway.config import IndexConfig, KvEventsConfig, WorkerConfig
+from gateway.events.lmcache import BadDirectoryEvents
 from gateway.fleet.registry import NO_SLOT, Registry, Worker
 from gateway.index.pools import PooledIndex
 from gateway.sharing.ownership import first_choice
@@ -125,6 +127,38 @@ def in_pool(hashes: list[Any], ids: list[int] = PROMPT) -> dict[str, Any]:
 
 def out_of_pool(hashes: list[Any]) -> dict[str, Any]:
     return removed(hashes, medium="EXTERNAL")
+
+
+async def tell_directory(replica: Replica, name: str, seq: int, kind: str, ids: list[int]) -> dict[str, int]:
+    """Tell a replica what the LMCache server of a worker has done to its chunks of ``ids``, which are in the pool."""
+    entries = [
+        {
+            "key": {"chunk_hash_hex": str(ids[start])},
+            "token_ids": ids[start : start + CHUNK],
+            "token_offset": start,
+        }
+        for start in range(0, len(ids), CHUNK)
+    ]
+    batch = {"instance_id": name, "incarnation": 1, "seq": seq, "event_type": kind, "entries": entries}
+    pooled = {"tier": "l2", "backend": "valkey", "shared": True}
+    return await replica.feeds.take_directory(msgspec.json.encode({"batches": [batch | pooled]}))
+
+
+async def test_lmcache_servers_may_tell_any_replica(pool: Deployment) -> None:
+    await pool.start(*pool.replicas)
+    one, other = pool.replicas
+    for seq in range(1, 9):
+        ids = tokens(4, start=100 * seq)
+        assert await tell_directory(one, pool.b, seq, "store", ids) == {"batches": 1, "ignored": 0}
+    for seq in range(1, 9):
+        await pool.hold(tokens(4, start=100 * seq), 4)
+    assert await tell_directory(one, pool.a, 1, "store", PROMPT) == {"batches": 1, "ignored": 0}
+    await pool.hold(PROMPT, 8)
+    await tell_directory(other, pool.a, 2, "delete", PROMPT[:4])
+    await pool.hold(PROMPT, 0)
+    assert await tell_directory(other, "nobody", 1, "store", PROMPT) == {"batches": 0, "ignored": 1}
+    with pytest.raises(BadDirectoryEvents, match="token ids"):
+        await tell_directory(other, pool.a, 3, "store", [-1])
 
 
 @pytest.mark.parametrize("hashes", [[1, 2, 3, (1 << 64) - 1], [bytes([n]) * 32 for n in range(4)]])
