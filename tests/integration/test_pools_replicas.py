@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator
 from itertools import count
@@ -96,8 +97,15 @@ class Deployment:
                 return False
         return all(worker.slot != NO_SLOT for each in self.started for worker in each.registry.workers.values())
 
-    async def publish(self, name: str, *events: Any) -> None:
-        await self.engines[name].publish(payload=batch(*events, at=time.time()))
+    async def publish(self, name: str, *events: Any) -> float:
+        """Have an engine publish a batch; returns when."""
+        now = time.time()
+        await self.engines[name].publish(payload=batch(*events, at=now))
+        return now
+
+    def all_heard(self, at: float) -> bool:
+        """Whether every replica has heard of the removal published at ``at``."""
+        return all(at in [dropped.at for dropped in replica.feeds.drops()[0]] for replica in self.replicas)
 
     async def hold(self, ids: list[int], expected: int) -> None:
         """Wait until every replica believes every worker to hold so many tokens, or to reach them in the pool."""
@@ -186,6 +194,31 @@ async def test_the_pool_follows_a_worker_to_another_replica(pool: Deployment) ->
     await pool.publish(pool.b, out_of_pool([1, 2, 21, 22]))
     await pool.hold(PROMPT, 0)
     await pool.hold(OTHER, 0)
+
+
+async def test_both_replicas_believe_what_is_in_the_pool_whoever_says_so(pool: Deployment) -> None:
+    rng = random.Random(1)
+    one, other = pool.replicas
+    await pool.start(one, other)
+    prompts = [tokens(8, start=100 * number) for number in range(1, 5)]
+    blocks = [(2 * number, 2 * number + 1) for number in range(4)]
+    announced: set[tuple[str, int]] = set()  # by whom, since the pool dropped it last
+    for step in range(40):
+        if step == 20:
+            other.sharing.leave()
+            await until(lambda: one.follows(pool.b) and not other.follows(pool.b), within_s=30)
+        number, name = rng.randrange(4), rng.choice([pool.a, pool.b])
+        both = {(name, block) for block in blocks[number]}
+        if not both & announced:
+            await pool.publish(name, in_pool([*blocks[number]], prompts[number]))
+            announced |= both
+        else:
+            dropped = rng.choice(blocks[number])
+            at = await pool.publish(name, out_of_pool([dropped]))
+            await until(lambda at=at: pool.all_heard(at))  # who stores again sooner is not believed
+            announced -= {(pool.a, dropped), (pool.b, dropped)}
+        first, second = ({(pool.a, block), (pool.b, block)} & announced for block in blocks[number])
+        await pool.hold(prompts[number], 0 if not first else 8 if second else 4)
 
 
 async def test_a_replica_that_joins_is_told_what_was_dropped_before(pool: Deployment) -> None:
