@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,8 @@ import zmq.asyncio
 from gateway.events.ages import EvictionAges
 from gateway.events.assembler import Assembler
 from gateway.events.changes import Changes
-from gateway.events.decode import BadFrames, Cleared, Event, Hash, Removed, decode_batch
+from gateway.events.decode import BadFrames, Batch, Cleared, Event, Hash, Removed, Stored, decode_batch
+from gateway.events.drops import Drops
 from gateway.events.lmcache import LOWER_TIERS, DirectoryBatch
 from gateway.events.subscriber import FeedStats, Subscriber
 from gateway.fleet.registry import NO_SLOT, Registry, Worker
@@ -52,7 +53,9 @@ class FeedContext:
     on_taken: Callable[[int], None] | None
     refills: bool
     pools: SharedPools
-    on_dropped: Callable[[Worker, Sequence[Hash]], Awaitable[None]]
+    drops: defaultdict[str, Drops]
+    on_dropped: Callable[[Worker, Sequence[Hash], float], Awaitable[None]]
+    on_lost: Callable[[Worker], Awaitable[None]]
 
 
 class Feed:
@@ -82,7 +85,9 @@ class Feed:
         self._on_taken = shared.on_taken
         self._refills = shared.refills
         self._pool = shared.pools.named(worker.config.pool)
+        self._drops = shared.drops[worker.config.pool]
         self._on_dropped = shared.on_dropped
+        self._on_lost = shared.on_lost
         self._pooled = {Tier[name.upper()] for name in worker.config.pool_tiers} - {Tier.REMOTE}
         self._reports_until = 0.0
         self._assembler: Assembler | None = None
@@ -115,8 +120,12 @@ class Feed:
         self._anew.set()
 
     async def stop(self) -> None:
-        """Stop listening."""
+        """Stop listening. The slot goes on answering, without what its pool could drop unnoticed now."""
         await stop(self._task)
+        self._assembler = None
+        if self._pool is not None:
+            for run in await self._pool.left(self):
+                await self._index.remove(self.slot, run.chunks, run.tier, run.root)
 
     async def close(self) -> None:
         """Stop listening, and give the slot back."""
@@ -128,6 +137,7 @@ class Feed:
         if self._assembler is None:
             await self._index.clear(self.slot)
             return
+        await self._end_in_pool()
         self._assembler.apply([Cleared()])
         await self._write(self._assembler.take())
         self._late_until = time.monotonic() + _LATE_S
@@ -140,18 +150,20 @@ class Feed:
         """Take in batches that follow on those before."""
         assembler = self._current()
         assembler.counts_copies = time.monotonic() >= self._reports_until
-        dropped: list[Hash] = []
+        dropped: list[tuple[list[Hash], float]] = []
         for payload in payloads:
-            events = self._decode(payload)
-            assembler.apply(self._since_reset(events) if self._late_until else events)
-            if self._pool is not None:
-                dropped += _dropped_from_pool(events)
+            batch = self._decode(payload)
+            events = self._since_reset(batch.events) if self._late_until else batch.events
+            if self._pool is None:
+                assembler.apply(events)
+            else:
+                dropped.append(await self._apply_to_pool(assembler, events, batch.time_s or time.time()))
         if time.monotonic() > self._age_at:
             self._age_at = time.monotonic() + _AGE_S
             assembler.age()
         await self._write(assembler.take())
-        if dropped:
-            await self._on_dropped(self._worker, dropped)
+        for blocks, at in dropped:
+            await self._on_dropped(self._worker, blocks, at)
         await asyncio.sleep(0)  # the memory index never suspends, and a long replay must not keep the loop to itself
 
     async def take_directory(self, directory: DirectoryBatch) -> bool:
@@ -166,22 +178,27 @@ class Feed:
             return True  # it comes late, from a life that is over: incarnations are the times at which they began
         if life is not None and (directory.incarnation, directory.seq) != (life, number + 1):
             assembler.void(LOWER_TIERS)  # removals may be among what is missing
-            if self._pool is not None:
-                await self._pool.lost()
+            await self._on_lost(self._worker)
         self._directory = directory.incarnation, directory.seq
         events, skipped = directory.events()
         self.stats.events += len(events)
         self.stats.skipped_events += skipped
         assembler.apply(events, keyed=True)
         await self._write(assembler.take())
-        if self._pool is not None and (dropped := _dropped_from_pool(events)):
-            await self._on_dropped(self._worker, dropped)
+        if self._pool is not None:
+            await self._on_dropped(self._worker, _dropped_from_pool(events), time.time())
         return True
 
     async def dropped(self, blocks: Sequence[Hash]) -> None:
         """Another member of the worker's pool says that the pool no longer has these blocks."""
         if self._assembler is not None:
             self._assembler.drop(blocks, Tier.REMOTE)
+            await self._write(self._assembler.take())
+
+    async def forget_pool(self) -> None:
+        """What the worker announced in its pool may be gone from there."""
+        if self._assembler is not None:
+            self._assembler.void([Tier.REMOTE])
             await self._write(self._assembler.take())
 
     async def joined_late(self) -> None:
@@ -196,16 +213,17 @@ class Feed:
     async def lost(self) -> None:
         """Batches are missing for good: what was known is void."""
         log.warning("KV events were lost; the worker's residency is built anew", extra={"worker": self._worker.name})
+        await self._end_in_pool()
         self._assembler = self._new_assembler(self._current().model)
         self._assembler.heard_all = False
         await self._index.clear(self.slot)
-        if self._pool is not None:
-            await self._pool.lost()
+        await self._on_lost(self._worker)
         self._ask_for_reports()
 
     async def restarted(self) -> None:
         """The engine is another process: its residency begins in a new slot."""
         log.info("engine restarted", extra={"worker": self._worker.name})
+        await self._end_in_pool()
         self._assembler = self._new_assembler(self._current().model)
         self._show(NO_SLOT)  # even if it is another replica's
         await self._take_slot()
@@ -213,6 +231,7 @@ class Feed:
     async def _run(self) -> None:
         while True:
             self._anew.clear()
+            await self._end_in_pool()
             self._assembler = None
             await self._take_slot()
             listening = spawn(self._listen(), f"listen to {self._worker.name}")
@@ -238,6 +257,7 @@ class Feed:
         while (model := self._base_model()) is None:  # noqa: ASYNC110 - the registry tells of joining, not of models
             await asyncio.sleep(_MODEL_CHECK_S)
         while True:
+            await self._end_in_pool()
             self._assembler = self._new_assembler(model)
             self._ask_for_reports()
             try:
@@ -263,6 +283,23 @@ class Feed:
         if self._refills:
             self._worker.refill_until = time.monotonic() + REFILL_S
             self._reports_until = self._worker.refill_until + _LATE_REPORTS_S
+
+    async def _end_in_pool(self) -> None:
+        """The present picture of the worker's cache is given up."""
+        if self._pool is not None:
+            await self._pool.ended(self)
+
+    async def _apply_to_pool(
+        self, assembler: Assembler, events: Sequence[Event], at: float
+    ) -> tuple[list[Hash], float]:
+        """Apply what was published at ``at``, less what others have dropped since; return what it drops, and when."""
+        if any(type(event) is Cleared for event in events):
+            await self._write(assembler.take())
+            await self._end_in_pool()
+        assembler.apply(events)
+        if gone := self._drops.gone(_put_into_pool(events), at):
+            assembler.drop(gone, Tier.REMOTE)
+        return _dropped_from_pool(events), at
 
     def _current(self) -> Assembler:
         assert self._assembler is not None, "the subscriber runs only where there is an assembler"
@@ -306,7 +343,7 @@ class Feed:
         self._late_until = 0.0
         return events[kept or 0 :]
 
-    def _decode(self, payload: bytes) -> list[Event]:
+    def _decode(self, payload: bytes) -> Batch:
         stats = self.stats
         try:
             batch = decode_batch(payload)
@@ -314,7 +351,7 @@ class Feed:
             stats.bad_events += 1
             self._current().heard_all = False
             log.debug("bad batch: %s", error, extra={"worker": self._worker.name})
-            return []
+            return Batch(0.0, [])
         if self._pool is not None and self._pooled:
             for event in batch.events:
                 if not isinstance(event, Cleared) and event.tier in self._pooled:
@@ -328,7 +365,7 @@ class Feed:
         stats.skipped_events += batch.skipped
         if batch.time_s:
             stats.lag_s = max(0.0, time.time() - batch.time_s)
-        return batch.events
+        return batch
 
     async def _write(self, changes: Changes) -> None:
         slot, index, now = self.slot, self._index, time.monotonic()
@@ -344,9 +381,13 @@ class Feed:
             await index.remove(slot, run.chunks, run.tier, run.root)
         if self._pool is not None:
             if self._current().removes_remote:
-                self._pool.removes()
-            await self._pool.write(changes.stored, changes.removed)
+                await self._pool.removes()
+            await self._pool.write(self, changes.stored, changes.removed)
 
 
-def _dropped_from_pool(events: Sequence[Event]) -> list[Hash]:
+def _dropped_from_pool(events: Iterable[Event]) -> list[Hash]:
     return [key for event in events if type(event) is Removed and event.tier is Tier.REMOTE for key in event.hashes]
+
+
+def _put_into_pool(events: Iterable[Event]) -> list[Hash]:
+    return [key for event in events if type(event) is Stored and event.tier is Tier.REMOTE for key in event.hashes]

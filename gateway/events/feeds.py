@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -11,8 +13,9 @@ import zmq
 import zmq.asyncio
 
 from gateway.events.decode import Hash
+from gateway.events.drops import Dropped, Drops
 from gateway.events.feed import Feed, FeedContext
-from gateway.events.lmcache import decode_directory
+from gateway.events.lmcache import DirectoryBatch, decode_directory
 from gateway.events.subscriber import SILENCE_S, FeedStats
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.base import ChunkIndex
@@ -36,6 +39,8 @@ class EventFeeds:
         on_slot: called when a followed worker has another slot.
         on_taken: called with every slot that is taken, before anything is in it.
         refills: after a start or a loss, let requests ask the engine for what it holds (``Worker.refill_until``).
+        on_dropped: called with whatever the members followed here say to be gone from their pools.
+        pass_on: tells other replicas what LMCache's servers of their workers say; returns whether that was possible.
 
     Attributes:
         pools: the remote tiers that workers share, as their events tell of them.
@@ -52,12 +57,28 @@ class EventFeeds:
         on_slot: Callable[[], None] | None = None,
         on_taken: Callable[[int], None] | None = None,
         refills: bool = False,
+        on_dropped: Callable[[Dropped], None] | None = None,
+        pass_on: Callable[[list[DirectoryBatch]], Awaitable[bool]] | None = None,
     ) -> None:
         context = zmq.asyncio.Context()
         context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self.pools = SharedPools(index)
+        self._drops: defaultdict[str, Drops] = defaultdict(Drops)
+        self._on_dropped = on_dropped
+        self._pass_on = pass_on
         self._shared = FeedContext(
-            registry, index, hasher, context, silence_s, on_slot, on_taken, refills, self.pools, self._dropped
+            registry,
+            index,
+            hasher,
+            context,
+            silence_s,
+            on_slot,
+            on_taken,
+            refills,
+            self.pools,
+            self._drops,
+            self._member_dropped,
+            self._member_lost,
         )
         self._follow_all = follow_all
         self._feeds: dict[Worker, Feed] = {}
@@ -132,19 +153,30 @@ class EventFeeds:
         """Take in what LMCache's servers tell their coordinator: of each worker that has an instance's name.
 
         Returns:
-            ``batches`` taken in, and ``ignored`` ones: of workers that are not known, not followed here, or publish no
-            events of their own.
+            ``batches`` taken in, or passed on where other replicas follow the workers, and ``ignored`` ones: of workers
+            that are not known, not followed by anybody we can reach, or publish no events of their own.
 
         Raises:
             BadDirectoryEvents: the body cannot be read.
         """
-        counts = {"batches": 0, "ignored": 0}
-        for directory in decode_directory(body):
+        batches, elsewhere, taken = decode_directory(body), [], 0
+        for directory in batches:
             worker = self._shared.registry.workers.get(directory.instance_id)
-            feed = None if worker is None else self._feeds.get(worker)
-            taken = feed is not None and await feed.take_directory(directory)
-            counts["batches" if taken else "ignored"] += 1
-        return counts
+            if worker is not None and not self.follows(worker):
+                directory.events()  # raises here, where the server hears of it
+                elsewhere.append(directory)
+            elif worker is not None:
+                taken += await self._feeds[worker].take_directory(directory)
+        if elsewhere and self._pass_on is not None and await self._pass_on(elsewhere):
+            taken += len(elsewhere)
+        return {"batches": taken, "ignored": len(batches) - taken}
+
+    async def hear_directory(self, batches: Iterable[DirectoryBatch]) -> None:
+        """Take in what another replica passes on, of the workers that are followed here."""
+        for directory in batches:
+            worker = self._shared.registry.workers.get(directory.instance_id)
+            if worker is not None and self.follows(worker):
+                await self._feeds[worker].take_directory(directory)
 
     def resync(self, worker: Worker) -> bool:
         """Predictions for a worker do not come true: read it anew. False if it has no events, or not here."""
@@ -173,11 +205,78 @@ class EventFeeds:
         """Return whether a worker is followed here."""
         return worker in self._feeds
 
-    async def _dropped(self, member: Worker, blocks: Sequence[Hash]) -> None:
+    def drops(self) -> tuple[list[Dropped], dict[str, float]]:
+        """Return the removals from pools that are remembered, and since when these are all, by pool."""
+        removing = [name for name in self._drops if self._removes(name)]
+        told = [dropped for name in removing for dropped in self._drops[name].told(name)]
+        return told, {name: self._drops[name].since for name in removing}
+
+    async def hear_dropped(self, told: Iterable[Dropped], since: Mapping[str, float]) -> None:
+        """Take in what another replica tells of pools.
+
+        Args:
+            told: what is gone.
+            since: where that is all it remembers: since when these are all removals, by pool.
+        """
+        for name, at in since.items():
+            if at and not self._removes(name):  # otherwise we have heard what it has
+                await self._begin_anew(name, at)
+        latest: defaultdict[str, list[Hash]] = defaultdict(list)
+        for dropped in told:
+            if dropped.blocks is None:
+                await self._begin_anew(dropped.pool, dropped.at)
+            else:
+                latest[dropped.pool] += self._drops[dropped.pool].add(dropped.blocks, dropped.at)
+        for name, blocks in latest.items():
+            await self._take_out(name, blocks)
+
+    async def missed_drops(self) -> None:
+        """What another replica has told is lost: the pools that remove begin anew."""
+        for name in list(self._drops):
+            if self._removes(name):
+                await self._begin_anew(name, time.time())
+
+    async def _member_dropped(self, member: Worker, blocks: Sequence[Hash], at: float) -> None:
         """A member of a pool says what the pool dropped: the others that announced it do not have it either."""
+        name = member.config.pool
+        latest = self._drops[name].add(blocks, at)
+        if latest and self._on_dropped is not None:
+            self._on_dropped(Dropped(name, at, latest))
+        await self._take_out(name, latest, member)
+
+    async def _member_lost(self, member: Worker) -> None:
+        """Events of a member are missing for good. Where it has a pool that removes, removals may be among them."""
+        name, now = member.config.pool, time.time()
+        if self._removes(name):
+            if self._on_dropped is not None:
+                self._on_dropped(Dropped(name, now, None))
+            await self._begin_anew(name, now)
+
+    def _removes(self, name: str) -> bool:
+        pool = self.pools.named(name)
+        return pool is not None and pool.removing
+
+    async def _take_out(self, name: str, blocks: Sequence[Hash], known_by: Worker | None = None) -> None:
+        """Take blocks from what the members of a pool have announced there."""
+        pool = self.pools.named(name)
+        if pool is None or not blocks:
+            return
+        await pool.removes()
         for worker, feed in list(self._feeds.items()):
-            if worker is not member and worker.config.pool == member.config.pool:
+            if worker is not known_by and worker.config.pool == name:
                 await feed.dropped(blocks)
+
+    async def _begin_anew(self, name: str, at: float) -> None:
+        """Whatever was announced in a pool before ``at`` may be gone."""
+        pool = self.pools.named(name)
+        if pool is None:
+            return
+        self._drops[name].since = max(self._drops[name].since, at)
+        await pool.removes()
+        for worker, feed in list(self._feeds.items()):
+            if worker.config.pool == name:
+                await feed.forget_pool()
+        await pool.clear()
 
     def _changed(self, worker: Worker, joined: bool) -> None:
         if self._closed:

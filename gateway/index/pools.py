@@ -5,18 +5,19 @@ its own, so that a member's restart takes nothing from it. It is asked for in th
 lengthens the run of a member that holds less: the sum of two runs from the beginning, of which the longer counts. Where
 a worker's own chunks go on behind those of the pool, that is less than it has, never more.
 
-A removal by any member is a removal from the pool. Pools whose members never remove anything (the Mooncake store of
-vLLM) forget by age what is not announced again.
+A removal by any member is a removal from the pool. Whatever is in a pool that removes is of the present life of a
+member that is followed here: of what others announced, nobody could tell which chunk a removal means. Pools whose
+members never remove anything (the Mooncake store of vLLM) forget by age what is not announced again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from time import monotonic
 from typing import Final
 
-from gateway.events.changes import ChunkRun
+from gateway.events.changes import ChunkRun, runs_of
 from gateway.fleet.registry import NO_SLOT, Registry
 from gateway.index.base import ChunkIndex, Speculation
 from policies.base import Residency, Tier
@@ -33,6 +34,9 @@ class Pool:
         index: where it has its slot.
         max_chunks: bound on the chunks whose age is kept; beyond it the pool begins anew.
         clock: monotonic seconds.
+
+    Attributes:
+        removing: whether any member was ever heard to remove something.
     """
 
     def __init__(
@@ -42,10 +46,11 @@ class Pool:
         self.slot = NO_SLOT
         self._index = index
         self._max_chunks = max_chunks
-        self._removes = False
+        self.removing = False
         self._in_turn = asyncio.Lock()  # members wait here while the slot is acquired, and go on in their order
         self._clock = clock
         self._age_at = clock() + AGE_S
+        self._announced: dict[Hashable, dict[bytes, bytes]] = {}  # member → chunk → root, in its present life
         # Chunk → root: announced since the last ageing, and before. Empty once the pool is seen to remove.
         self._young: dict[bytes, bytes] = {}
         self._old: dict[bytes, bytes] = {}
@@ -55,21 +60,27 @@ class Pool:
         """What its slot is acquired for."""
         return f"pool:{self.name}"
 
-    async def write(self, stored: Iterable[ChunkRun], removed: Iterable[ChunkRun]) -> None:
+    async def write(self, member: Hashable, stored: Iterable[ChunkRun], removed: Iterable[ChunkRun]) -> None:
         """Take over what a member's remote tier has gained and lost."""
         async with self._in_turn:
-            await self._write(stored, removed)
+            await self._write(self._announced.setdefault(member, {}), stored, removed)
 
-    async def _write(self, stored: Iterable[ChunkRun], removed: Iterable[ChunkRun]) -> None:
+    async def _write(
+        self, announced: dict[bytes, bytes], stored: Iterable[ChunkRun], removed: Iterable[ChunkRun]
+    ) -> None:
         for run in stored:
             if run.tier is Tier.REMOTE:
                 if self.slot == NO_SLOT:
                     self.slot = await self._index.acquire_slot(self.owner)
-                if not self._removes:
-                    self._young |= dict.fromkeys(run.chunks, run.root)
+                chunks = dict.fromkeys(run.chunks, run.root)
+                announced |= chunks
+                if not self.removing:
+                    self._young |= chunks
                 await self._index.store(self.slot, run.chunks, Tier.REMOTE, run.root)
         for run in removed:
             if run.tier is Tier.REMOTE and self.slot != NO_SLOT:
+                for chunk in run.chunks:
+                    announced.pop(chunk, None)
                 await self._index.remove(self.slot, run.chunks, Tier.REMOTE, run.root)
         if len(self._young) + len(self._old) > self._max_chunks:
             await self._clear()
@@ -77,31 +88,61 @@ class Pool:
             self._age_at = self._clock() + AGE_S
             await self._age()
 
-    def removes(self) -> None:
+    async def removes(self) -> None:
         """A member has removed something: the pool says what it drops, and need not be forgotten by age."""
-        self._removes = True
-        self._young, self._old = {}, {}
-
-    async def lost(self) -> None:
-        """Events of a member are missing for good. Removals may be among them, where there are any."""
+        if self.removing:
+            return
         async with self._in_turn:
-            if self._removes:
+            self.removing = True
+            past = self._old | self._young
+            self._young, self._old = {}, {}
+            await self._take_out(self._nobodys(past))
+
+    async def ended(self, member: Hashable) -> list[ChunkRun]:
+        """A member's cache begins anew: which chunk a removal means that only it has announced, nobody knows any more.
+
+        Returns:
+            What it had announced, where the pool removes.
+        """
+        async with self._in_turn:
+            announced = self._announced.pop(member, {})
+            if not self.removing:
+                return []
+            await self._take_out(self._nobodys(announced))
+            return runs_of({Tier.REMOTE: announced})
+
+    async def left(self, member: Hashable) -> list[ChunkRun]:
+        """A member is no longer followed here; see ``ended``. Without any member, nothing would be forgotten by age."""
+        announced = await self.ended(member)
+        async with self._in_turn:
+            if not self._announced:
                 await self._clear()
+        return announced
+
+    async def clear(self) -> None:
+        """Begin anew."""
+        async with self._in_turn:
+            await self._clear()
 
     async def _clear(self) -> None:
-        """Begin anew."""
         self._young, self._old = {}, {}
         if self.slot != NO_SLOT:
             await self._index.clear(self.slot)
 
     async def _age(self) -> None:
         """Where nothing is ever removed: forget what was not announced again since the last time."""
-        chains: dict[bytes, list[bytes]] = {}
-        for chunk in self._old.keys() - self._young.keys():
-            chains.setdefault(self._old[chunk], []).append(chunk)
+        gone = {chunk: root for chunk, root in self._old.items() if chunk not in self._young}
         self._old, self._young = self._young, {}
-        for root, chunks in chains.items():
-            await self._index.remove(self.slot, chunks, Tier.REMOTE, root)
+        await self._take_out(gone)
+
+    def _nobodys(self, chunks: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        """Return those of ``chunks`` that no member has announced in its present life."""
+        others = self._announced.values()
+        return {chunk: root for chunk, root in chunks.items() if not any(chunk in other for other in others)}
+
+    async def _take_out(self, chunks: dict[bytes, bytes]) -> None:
+        for run in runs_of({Tier.REMOTE: chunks}):
+            await self._index.remove(self.slot, run.chunks, run.tier, run.root)
 
 
 class SharedPools:

@@ -9,6 +9,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from gateway.events.drops import Dropped
+from gateway.events.lmcache import DirectoryBatch
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.base import Speculation
 from policies.base import COLUMNS, FleetView
@@ -21,6 +23,9 @@ NO_LOAD: Final = (0.0, 0.0, 0.0, 0.0)
 
 MAX_CHUNKS: Final = 65_536
 """Bound on the chunks in one piece of news, a megabyte; prompts beyond it are not told."""
+
+MAX_DROPPED: Final = 16_384
+"""Bound on the blocks dropped from pools, in one piece of news; with more, the pools begin anew."""
 
 MAX_NOTICES: Final = 4096
 """Bound on what LMCache says of others' requests, in one piece of news."""
@@ -52,6 +57,12 @@ class News(msgspec.Struct, array_like=True):
         leaving: the replica takes no new requests and wants no workers.
         moved: it has claimed or given up a worker, or a worker has another slot.
         written: requests of other replicas whose KV LMCache says is written; one entry per rank.
+        number: counts the messages of a replica, so that a loss shows.
+        dropped: what is gone from shared pools.
+        dropped_since: pool → since when all that was dropped is in ``dropped``, seconds; where some replica asked.
+        asks: the replica has not heard what was dropped before.
+        directory: what LMCache's servers of workers say that other replicas follow. It goes at once, with no number and
+            nothing else, so that a server's batches stay in order.
     """
 
     replica: str
@@ -64,6 +75,11 @@ class News(msgspec.Struct, array_like=True):
     leaving: bool = False
     moved: bool = False
     written: Sequence[str] = ()
+    number: int = 0
+    dropped: Sequence[Dropped] = ()
+    dropped_since: dict[str, float] = {}
+    asks: bool = False
+    directory: Sequence[DirectoryBatch] = ()
 
 
 class AnnouncedPrompt:
@@ -105,6 +121,8 @@ class Outbox:
         open: whether anybody listens; prompts are not collected otherwise.
         leaving: told with everything else.
         moved: told once, with the next message.
+        asks: likewise.
+        number: of the next message.
     """
 
     def __init__(self, replica: str, registry: Registry) -> None:
@@ -117,11 +135,16 @@ class Outbox:
         self._settled: list[int] = []
         self._cancelled: list[int] = []
         self._written: list[str] = []
+        self._dropped: list[Dropped] = []
+        self._dropped_blocks = 0
+        self._remembered: tuple[list[Dropped], dict[str, float]] = [], {}
         self._told_fleet: FleetView | None = None
         self._told = np.zeros((len(LOAD_ROWS), 0))
         self.open = False
         self.leaving = False
         self.moved = False
+        self.asks = False
+        self.number = 0
 
     def announce(self, worker: Worker, chunks: Sequence[bytes], speculation: Speculation) -> Speculation:
         """Tell of a prompt sent to ``worker``, and of its end when the speculation returned is settled or cancelled."""
@@ -148,6 +171,19 @@ class Outbox:
         if self.open and len(self._written) < MAX_NOTICES:
             self._written.append(request_id)
 
+    def dropped(self, dropped: Dropped) -> None:
+        """Tell what is gone from a pool, even if nobody listens as yet."""
+        self._dropped.append(dropped)
+        self._dropped_blocks += 1 if dropped.blocks is None else len(dropped.blocks)
+        if self._dropped_blocks > MAX_DROPPED:
+            last = {each.pool: each.at for each in sorted(self._dropped, key=lambda each: each.at)}
+            self._dropped = [Dropped(pool, at, None) for pool, at in last.items()]
+            self._dropped_blocks = len(last)
+
+    def remember(self, dropped: list[Dropped], since: dict[str, float]) -> None:
+        """Tell all that is known to have been dropped; see ``EventFeeds.drops``."""
+        self._remembered = dropped, since
+
     def take(self, whole: bool) -> News | None:
         """Return what is new, or everything; None if there is nothing to tell."""
         fleet = self._registry.fleet
@@ -157,7 +193,8 @@ class Outbox:
         rows = np.flatnonzero(changed).tolist()
         self._told_fleet, self._told = fleet, loads
         ends = self._settled or self._cancelled or self._written
-        if not (whole or rows or self._begun or ends or self.moved):
+        remembered, since = self._remembered
+        if not (whole or rows or self._begun or ends or self.moved or self._dropped or since or self.asks):
             return None
         news = News(
             replica=self._replica,
@@ -170,13 +207,19 @@ class Outbox:
             leaving=self.leaving,
             moved=self.moved,
             written=self._written,
+            number=self.number,
+            dropped=[*remembered, *self._dropped],
+            dropped_since=since,
+            asks=self.asks,
         )
-        self.moved = False
+        self.moved = self.asks = False
+        self.number += 1
+        self._dropped, self._dropped_blocks, self._remembered = [], 0, ([], {})
         self.drop()
         return news
 
     def drop(self) -> None:
-        """Forget what has not been told yet, loads aside."""
+        """Forget what has not been told yet, loads and pools aside."""
         self._begun, self._begun_chunks, self._settled, self._cancelled, self._written = {}, 0, [], [], []
 
 

@@ -16,6 +16,7 @@ from gateway.index.base import ChunkIndex, Speculation
 from gateway.sharing.news import LOAD_ROWS, NO_LOAD, Load, News, Prompt
 
 SILENCE_S: Final = 2.5
+_MAX_NUMBERS: Final = 1024
 
 Prefilled = Callable[[Worker, Sequence[bytes]], Awaitable[None]]
 """Called with a worker and a prompt's chunks that it has prefilled for another replica."""
@@ -47,12 +48,21 @@ class Peers:
         self._index = index
         self._prefilled = prefilled
         self._peers: dict[str, _Peer] = {}
+        self._numbers: dict[str, int] = {}  # replica, also a silent one → number of its next message
         registry.on_change(lambda _worker, _joined: self._add_up(registry.workers))
 
     @property
     def replicas(self) -> set[str]:
         """The other replicas that are heard, without those that are leaving."""
         return {name for name, peer in self._peers.items() if not peer.leaving}
+
+    def due(self, news: News) -> int | None:
+        """Return the number that a message should have if none was lost; None: it is the first of its replica."""
+        due = self._numbers.pop(news.replica, None)
+        self._numbers[news.replica] = news.number + 1
+        if len(self._numbers) > _MAX_NUMBERS:
+            del self._numbers[next(iter(self._numbers))]
+        return due
 
     async def hear(self, news: News, now: float) -> bool:
         """Take in what another replica tells.

@@ -20,6 +20,7 @@ import msgspec
 
 from gateway.config import IndexConfig
 from gateway.events.feeds import EventFeeds
+from gateway.events.lmcache import DirectoryBatch
 from gateway.fleet.registry import Registry, Worker
 from gateway.index.approximate import ApproximateCache
 from gateway.index.redis import RedisIndex
@@ -64,6 +65,7 @@ class Sharing:
         self._chunk_tokens = hasher.chunk_tokens
         self.index = RedisIndex(config)
         self.approximate = ApproximateCache(self.index, self.index.owns)
+        self.outbox = news.Outbox(self._replica, registry)
         self.feeds = EventFeeds(
             registry,
             self.index,
@@ -72,8 +74,9 @@ class Sharing:
             on_slot=self.hurry,
             on_taken=self.approximate.forget,
             refills=config.refill_share > 0,
+            on_dropped=self.outbox.dropped,
+            pass_on=self._pass_on,
         )
-        self.outbox = news.Outbox(self._replica, registry)
         self.on_written: Callable[[str], object] | None = None
         self.up = False
         self._ownership = Ownership(self._replica, registry, self.feeds, self.index)
@@ -134,7 +137,8 @@ class Sharing:
         if self.up:
             with suppress(*UNREACHABLE):
                 await self._store.beat(self._ownership.no_claims(), life_s=0)
-                await self._store.tell(news.encode(news.News(self._replica, whole=True, loads={}, leaving=True)))
+                last = news.News(self._replica, whole=True, loads={}, leaving=True, number=self.outbox.number)
+                await self._store.tell(news.encode(last))
         await self._store.close()
 
     async def _keep_beating(self) -> None:
@@ -199,13 +203,36 @@ class Sharing:
         except msgspec.DecodeError as error:
             log.warning("another replica speaks another language, perhaps another version: %s", error)
             return
-        if heard.replica != self._replica and await self._peers.hear(heard, monotonic()):
-            self._whole_at = 0.0  # it has heard nothing of ours yet
+        if heard.replica != self._replica:
+            await (self.feeds.hear_directory(heard.directory) if heard.directory else self._hear_another(heard))
         if self.on_written is not None:
             for request_id in heard.written:
                 self.on_written(request_id)
-        if heard.moved and heard.replica != self._replica:
+
+    async def _hear_another(self, heard: news.News) -> None:
+        due = self._peers.due(heard)
+        if await self._peers.hear(heard, monotonic()):
+            self._whole_at = 0.0  # it has heard nothing of ours yet
+        if due is not None and heard.number != due:
+            await self.feeds.missed_drops()
+        if heard.number == (due or 0):
+            await self.feeds.hear_dropped(heard.dropped, heard.dropped_since)
+        else:
+            self.outbox.asks = True  # the answer has what is told here, and what was told before
+        if heard.asks:
+            self.outbox.remember(*self.feeds.drops())
+        if heard.moved:
             self.hurry()
+
+    async def _pass_on(self, batches: list[DirectoryBatch]) -> bool:
+        if not self.up:
+            return False
+        try:
+            await self._store.tell(news.encode(news.News(self._replica, whole=False, loads={}, directory=batches)))
+        except UNREACHABLE as error:
+            self._failed(error)
+            return False
+        return True
 
     def _known(self) -> set[str]:
         return self._alive | self._peers.replicas | {self._replica}
@@ -214,6 +241,7 @@ class Sharing:
         self._beats = 0
         self.up = self.outbox.open = False
         self.outbox.drop()
+        self.outbox.asks = True
         if not self._warned:
             self._warned = True
             log.warning("no connection with other replicas, serving alone: %s", str(error) or type(error).__name__)

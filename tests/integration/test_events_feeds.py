@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from gateway.index.pools import PooledIndex
 from policies.base import Tier
 from policies.chunks import ChunkHasher
 from tests import golden
-from tests.events_rig import CLEARED, MODEL, Publisher, chunks_of, free_endpoint, removed, stored, tokens, until
+from tests.events_rig import CLEARED, MODEL, Publisher, batch, chunks_of, free_endpoint, removed, stored, tokens, until
 
 CHUNK = 4
 PROMPT = tokens(8)
@@ -497,6 +498,79 @@ async def test_what_any_member_drops_from_a_pool_none_has_any_more(fleet, said_b
     await until(lambda: all_hold(8))
     await publishers[said_by].publish(*[removed([3, 4], medium="EXTERNAL")] * (1 + (said_by == "b")))
     await until(lambda: all_hold(4))
+
+
+OTHER = tokens(8, start=500)
+
+
+class PoolOfTwo:
+    """Workers a and b with a pool that removes: a has put in all of a prompt, b half of it and half of another."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.engines = {name: fleet.publisher(buffer=3) for name in "ab"}
+        self.pooled = PooledIndex(fleet.index, fleet.feeds.pools, fleet.registry)
+
+    async def start(self) -> None:
+        for name, engine in self.engines.items():
+            events = KvEventsConfig(endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint)
+            self.fleet.join_with(events, name, pool="store")
+            await engine.subscribed.wait()
+        await self.tell("a", stored([1, 2, 3, 4], PROMPT, medium="EXTERNAL"))
+        await self.tell("b", stored([1, 2], PROMPT[:4], medium="EXTERNAL"), stored([5, 6], OTHER, medium="EXTERNAL"))
+        await self.tell("b", removed([6], medium="EXTERNAL"))
+        await self.holds(8, 4)
+
+    async def tell(self, name: str, *events: Any, drop: bool = False) -> None:
+        await self.engines[name].publish(payload=batch(*events, at=time.time()), drop=drop)
+
+    async def holds(self, *expected: int) -> None:
+        """Wait until both workers are believed to reach so many tokens of the prompt, and of the other one."""
+
+        async def so() -> bool:
+            slots = [worker.slot for worker in self.fleet.registry.workers.values()]
+            chains = [chunks_of(self.fleet.hasher, ids) for ids in (PROMPT, OTHER)]
+            found = [(await self.pooled.residency(chain, slots, CHUNK)).hit_tokens.tolist() for chain in chains]
+            return found == [[count] * 2 for count in expected]
+
+        await until(so)
+
+
+@pytest.fixture
+async def pool(fleet: Fleet) -> PoolOfTwo:
+    pool = PoolOfTwo(fleet)
+    await pool.start()
+    return pool
+
+
+async def test_what_only_a_member_put_into_a_pool_that_removes_goes_with_its_process(pool):
+    engine = pool.engines["a"]
+    await engine.close()
+    pool.engines["a"] = pool.fleet.publisher(endpoints=(engine.endpoint, engine.replay_endpoint))
+    await pool.tell("a", stored([99], [1, 2]))
+    await pool.holds(4, 4)
+
+
+async def test_what_only_a_member_put_into_a_pool_that_removes_goes_when_it_is_reset(pool):
+    await pool.tell("a", CLEARED, stored([7, 8], OTHER, medium="EXTERNAL"))
+    await pool.holds(4, 8)
+
+
+async def test_a_pool_that_removes_begins_anew_when_events_of_a_member_are_lost(pool):
+    await pool.tell("a", removed([2], medium="EXTERNAL"), drop=True)
+    for _ in range(3):
+        await pool.tell("a", stored([99], [1, 2]), drop=True)
+    await pool.tell("a", stored([99], [1, 2]))
+    await pool.holds(0, 0)
+
+
+async def test_what_a_member_is_read_anew_to_have_put_into_a_pool_may_be_gone_since(pool):
+    await pool.tell("b", removed([3, 4], medium="EXTERNAL"))
+    await pool.holds(4, 4)
+    assert pool.fleet.feeds.resync(pool.fleet.registry.workers["a"])
+    await until(lambda: pool.fleet.feeds.stats["a"].replayed)
+    await pool.tell("a", stored([7, 8], OTHER, medium="EXTERNAL"))
+    await pool.holds(4, 8)
 
 
 async def test_an_lmcache_server_of_nobody_is_ignored(fleet):

@@ -36,7 +36,7 @@ class Replica:
     async def announce(self, n: int) -> None:
         pool = self.pools.named("store")
         assert pool is not None
-        await pool.write([ChunkRun(Tier.REMOTE, PROMPT[0], PROMPT[:n])], [])
+        await pool.write("a", [ChunkRun(Tier.REMOTE, PROMPT[0], PROMPT[:n])], [])
 
     async def held(self) -> int:
         return (await self.pooled.residency(PROMPT, self.slots, 1)).hit(0)
@@ -72,9 +72,9 @@ async def test_a_pool_that_two_members_fill_at_once_has_one_slot_and_all_of_it()
             pool = one.pools.named("store")
             assert pool is not None
             halves = [[ChunkRun(Tier.REMOTE, PROMPT[0], chunks)] for chunks in (PROMPT[:4], PROMPT[4:])]
-            await asyncio.gather(*(pool.write(half, []) for half in halves))
+            await asyncio.gather(*(pool.write("a", half, []) for half in halves))
             assert await one.held() == 8
-            await pool.write([], halves[0])
+            await pool.write("a", [], halves[0])
             await one.index.flush()
             assert await one.held() == 0
             await until(lambda: len(other.index.slots_of(pool.owner)) == 1)

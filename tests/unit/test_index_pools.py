@@ -62,47 +62,64 @@ async def test_without_anything_in_a_pool_the_index_answers_as_it_is(rig: Rig) -
 
 
 async def test_a_pool_counts_for_its_members_and_for_nobody_else(rig: Rig) -> None:
-    await rig.store.write(in_pool(PROMPT[:5]), [])
+    await rig.store.write("a", in_pool(PROMPT[:5]), [])
     assert await rig.tiers() == [{Tier.REMOTE: 5}, {Tier.REMOTE: 5}, {}, {}]
 
 
 async def test_what_a_member_has_nearer_counts_there(rig: Rig) -> None:
-    await rig.store.write(in_pool(PROMPT[:5]), [])
+    await rig.store.write("a", in_pool(PROMPT[:5]), [])
     await rig.index.store(rig.slots[0], PROMPT[:3], Tier.HBM)
     await rig.index.store(rig.slots[1], PROMPT[:7], Tier.HOST)
     assert await rig.tiers() == [{Tier.HBM: 3, Tier.REMOTE: 2}, {Tier.HOST: 7}, {}, {}]
 
 
 async def test_members_fill_a_pool_together(rig: Rig) -> None:
-    await rig.store.write(in_pool(PROMPT[:3]), [])
+    await rig.store.write("a", in_pool(PROMPT[:3]), [])
     assert (await rig.tiers())[1] == {Tier.REMOTE: 3}
-    await rig.store.write(in_pool(PROMPT[3:6]), [])
+    await rig.store.write("a", in_pool(PROMPT[3:6]), [])
     assert (await rig.tiers())[1] == {Tier.REMOTE: 6}
 
 
 async def test_a_removal_cuts_the_run_for_all(rig: Rig) -> None:
-    rig.store.removes()
-    await rig.store.write(in_pool(PROMPT), [])
-    await rig.store.write([], in_pool(PROMPT[2:3]))
+    await rig.store.removes()
+    await rig.store.write("a", in_pool(PROMPT), [])
+    await rig.store.write("a", [], in_pool(PROMPT[2:3]))
     assert await rig.tiers() == [{Tier.REMOTE: 2}, {Tier.REMOTE: 2}, {}, {}]
 
 
 async def test_other_tiers_of_a_member_stay_its_own(rig: Rig) -> None:
-    await rig.store.write([ChunkRun(Tier.HOST, PROMPT[0], PROMPT)], [ChunkRun(Tier.HBM, PROMPT[0], PROMPT)])
+    await rig.store.write("a", [ChunkRun(Tier.HOST, PROMPT[0], PROMPT)], [ChunkRun(Tier.HBM, PROMPT[0], PROMPT)])
     assert await rig.tiers() == [{}, {}, {}, {}]
 
 
-async def test_lost_events_void_a_pool_only_if_it_ever_removes(rig: Rig) -> None:
-    await rig.store.write(in_pool(PROMPT), [])
-    await rig.store.lost()
+async def test_what_a_member_alone_announced_ends_with_its_life_where_the_pool_removes(rig: Rig) -> None:
+    await rig.store.removes()
+    await rig.store.write("a", in_pool(PROMPT[:5]), [])
+    await rig.store.write("b", in_pool(PROMPT[:3]), [])
+    assert await rig.store.ended("a") == in_pool(PROMPT[:5])
+    assert (await rig.tiers())[0] == {Tier.REMOTE: 3}
+
+
+async def test_when_a_pool_is_first_seen_to_remove_what_past_lives_announced_goes(rig: Rig) -> None:
+    await rig.store.write("a", in_pool(PROMPT), [])
+    await rig.store.write("b", in_pool(PROMPT[:3]), [])
+    assert await rig.store.ended("a") == []
     assert (await rig.tiers())[0] == {Tier.REMOTE: 8}
-    rig.store.removes()
-    await rig.store.lost()
+    await rig.store.removes()
+    assert (await rig.tiers())[0] == {Tier.REMOTE: 3}
+
+
+async def test_a_pool_of_which_no_member_is_followed_any_more_is_given_up(rig: Rig) -> None:
+    await rig.store.write("a", in_pool(PROMPT), [])
+    await rig.store.write("b", [], [])
+    await rig.store.left("a")
+    assert (await rig.tiers())[0] == {Tier.REMOTE: 8}
+    await rig.store.left("b")
     assert (await rig.tiers())[0] == {}
 
 
 async def test_a_pool_outlives_the_slots_of_its_members(rig: Rig) -> None:
-    await rig.store.write(in_pool(PROMPT), [])
+    await rig.store.write("a", in_pool(PROMPT), [])
     worker = rig.registry.workers["b"]
     await rig.index.release_slot(worker.slot)
     worker.slot = await rig.index.acquire_slot("b")
@@ -113,18 +130,18 @@ async def test_a_pool_outlives_the_slots_of_its_members(rig: Rig) -> None:
 async def test_what_a_pool_never_removes_is_forgotten_by_age(rig: Rig) -> None:
     now = 0.0
     pool = Pool("aging", rig.index, clock=lambda: now)
-    await pool.write(in_pool(PROMPT), [])
+    await pool.write("a", in_pool(PROMPT), [])
     for _ in range(2):
         now += AGE_S
-        await pool.write(in_pool(PROMPT[:2]), [])
+        await pool.write("a", in_pool(PROMPT[:2]), [])
     assert (await rig.index.residency(PROMPT, [pool.slot], 1)).hit(0) == 2
 
 
 async def test_the_ages_of_a_pool_are_bounded(rig: Rig) -> None:
     pool = Pool("large", rig.index, max_chunks=6)
-    await pool.write(in_pool(PROMPT), [])
+    await pool.write("a", in_pool(PROMPT), [])
     assert (await rig.index.residency(PROMPT, [pool.slot], 1)).hit(0) == 0
-    await pool.write(in_pool(PROMPT[:4]), [])
+    await pool.write("a", in_pool(PROMPT[:4]), [])
     assert (await rig.index.residency(PROMPT, [pool.slot], 1)).hit(0) == 4
 
 
@@ -133,7 +150,7 @@ async def test_slots_of_other_replicas_count_too(rig: Rig) -> None:
     await rig.index.store(theirs, PROMPT[:6], Tier.REMOTE)
     others: list[int] = []
     rig.pooled = PooledIndex(rig.index, rig.pools, rig.registry, lambda owner: others if owner == "pool:store" else [])
-    await rig.store.write(in_pool(PROMPT[:2]), [])
+    await rig.store.write("a", in_pool(PROMPT[:2]), [])
     assert (await rig.tiers())[1] == {Tier.REMOTE: 2}
     others = [theirs]
     assert (await rig.tiers())[1] == {Tier.REMOTE: 6}

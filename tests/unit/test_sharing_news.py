@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gateway.config import WorkerConfig
+from gateway.events.drops import Dropped
 from gateway.fleet.ledger import Ledger
 from gateway.fleet.registry import Registry, Worker
-from gateway.sharing.news import MAX_CHUNKS, MAX_NOTICES, News, Outbox, decode, encode
+from gateway.sharing.news import MAX_CHUNKS, MAX_DROPPED, MAX_NOTICES, News, Outbox, decode, encode
 from tests.residency import prompt
 
 
@@ -140,3 +141,38 @@ def test_nothing_is_passed_on_where_nobody_listens(outbox: Outbox) -> None:
     outbox.pass_on("a")
     outbox.open = True
     assert outbox.take(whole=False) is None
+
+
+def test_what_pools_dropped_is_told_once_though_late(outbox: Outbox) -> None:
+    outbox.open = False
+    outbox.dropped(Dropped("store", 1.5, [1, b"\xff", "c"]))
+    outbox.drop()  # a message could not be sent
+    outbox.open = True
+    assert taken(outbox).dropped == [Dropped("store", 1.5, [1, b"\xff", "c"])]
+    assert outbox.take(whole=False) is None
+
+
+def test_pools_that_drop_too_much_for_one_message_begin_anew(outbox: Outbox) -> None:
+    outbox.dropped(Dropped("small", 2.0, [1]))
+    for at in (1.0, 3.0, 2.0):
+        outbox.dropped(Dropped("large", at, [*range(MAX_DROPPED // 3 + 1)]))
+    assert taken(outbox).dropped == [Dropped("large", 3.0, None), Dropped("small", 2.0, None)]
+
+
+def test_who_asks_is_told_what_was_dropped_before(outbox: Outbox) -> None:
+    outbox.asks = True
+    assert taken(outbox).asks
+    outbox.dropped(Dropped("store", 2.0, [2]))
+    outbox.remember([Dropped("store", 1.0, [1])], {"store": 0.5})
+    news = taken(outbox)
+    assert (news.dropped, news.dropped_since, news.asks) == (
+        [Dropped("store", 1.0, [1]), Dropped("store", 2.0, [2])],
+        {"store": 0.5},
+        False,
+    )
+    assert outbox.take(whole=False) is None
+
+
+def test_messages_are_numbered_without_gaps(outbox: Outbox) -> None:
+    assert outbox.take(whole=False) is None
+    assert [taken(outbox, whole=True).number for _ in range(2)] == [1, 2]

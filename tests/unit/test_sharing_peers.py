@@ -149,3 +149,12 @@ async def test_the_others_load_stays_with_its_worker_when_the_fleet_changes(repl
     replica.registry.remove("b")
     replica.registry.remove("c")
     assert replica.registry.elsewhere is not None and replica.registry.elsewhere.size == 0
+
+
+def test_a_message_that_is_missing_shows_also_after_silence(replica: Replica) -> None:
+    assert replica.peers.due(News("x", False, {}, number=7)) is None
+    assert replica.peers.due(News("x", False, {}, number=8)) == 8
+    replica.peers.forget_silent(replica.now + 2 * SILENCE_S)
+    assert replica.peers.due(News("x", False, {}, number=11)) == 9
+    assert replica.peers.due(News("x", False, {}, number=12)) == 12
+    assert replica.peers.due(News("y", False, {}, number=0)) is None
