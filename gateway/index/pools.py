@@ -126,6 +126,8 @@ class Pool:
 
     async def _clear(self) -> None:
         self._young, self._old = {}, {}
+        for announced in self._announced.values():
+            announced.clear()
         if self.slot != NO_SLOT:
             await self._index.clear(self.slot)
 
@@ -133,6 +135,9 @@ class Pool:
         """Where nothing is ever removed: forget what was not announced again since the last time."""
         gone = {chunk: root for chunk, root in self._old.items() if chunk not in self._young}
         self._old, self._young = self._young, {}
+        for announced in self._announced.values():
+            for chunk in gone:
+                announced.pop(chunk, None)
         await self._take_out(gone)
 
     def _nobodys(self, chunks: dict[bytes, bytes]) -> dict[bytes, bytes]:

@@ -137,6 +137,18 @@ async def test_what_a_pool_never_removes_is_forgotten_by_age(rig: Rig) -> None:
     assert (await rig.index.residency(PROMPT, [pool.slot], 1)).hit(0) == 2
 
 
+async def test_what_a_pool_forgets_it_keeps_for_no_member(rig: Rig) -> None:
+    now = 0.0
+    pool = Pool("aged", rig.index, max_chunks=6, clock=lambda: now)
+    await pool.write("a", in_pool(PROMPT[:4]), [])
+    for _ in range(2):
+        now += AGE_S
+        await pool.write("b", [], [])
+    await pool.write("b", in_pool(prompt(9)[:7], prompt(9)[0]), [])  # too much: it begins anew
+    await pool.removes()
+    assert await pool.ended("a") == await pool.ended("b") == []
+
+
 async def test_the_ages_of_a_pool_are_bounded(rig: Rig) -> None:
     pool = Pool("large", rig.index, max_chunks=6)
     await pool.write("a", in_pool(PROMPT), [])
