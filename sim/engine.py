@@ -339,6 +339,7 @@ class Simulation:
 
     def _observe(self, until: float) -> None:
         """Take the samples and scrapes that are due before ``until``; nothing has changed since the last event."""
+        self._samples.check(until)
         while self._samples.due_at <= until:
             self._samples.take(self.workers, self.routers)
         self.gateways.scrape(self.workers, until)
