@@ -320,7 +320,7 @@ class Simulation:
         job, request = live.job, self.trace.requests[live.job.number]
         _, decode = self._apart.pools(self._up)
         if not decode or self._apart.link.down_until > self.now:
-            self._route(job.number)
+            self._at(self.now, self._route, job.number)  # not at once: its own worker is about to start its next steps
             return
         router = self.routers[live.replica]
         dispatch = router.decode(request, self._apart.decode_worker(request, router, decode, self.now), self.now)

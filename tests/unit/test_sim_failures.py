@@ -228,6 +228,13 @@ def test_without_the_link_or_a_pool_workers_do_both():
         assert result.counters["transfers"] == 0
 
 
+def test_a_prompt_that_nobody_is_left_to_decode_is_decoded_where_it_was_computed():
+    settings = replace(apart(1, 2), failures=(Failure(at_s=0.1, worker=1),))
+    result = simulate(lone_prompt(4096), settings, "round-robin")
+    # computed, and then found but for the engine's last block
+    assert result.ttft_s[0] == pytest.approx(PROFILE.ttft_s(4096) + PROFILE.ttft_s(16, 4080), rel=1e-9)
+
+
 def test_a_decode_worker_that_dies_before_the_prompt_arrives_is_replaced():
     settings = replace(apart(1, 3, bytes_per_s=1e9), failures=(Failure(at_s=1.0, worker=1),))
     result = simulate(lone_prompt(), settings, "round-robin")
