@@ -214,6 +214,7 @@ def test_a_profile_brings_the_cache_that_fits_beside_its_weights() -> None:
         ("layers: 2\nworkers: many", "fleet.yaml:2: Expected `int`"),
         ("workers: 0", "workers must be at least 1"),
         ("workers: 1000000000", "workers must be at most 10000"),
+        ("gateway: {replicas: 1000000}", "replicas must be 1 to 1000"),
         ("layers: 2\neviction:\n  rule: mru", "fleet.yaml:3: "),
         (FLEET.replace("tier: host", "tier: attic"), "tier"),
         ("[" * 1000, "not YAML"),

@@ -77,6 +77,14 @@ def test_requests_wait_at_the_gateway_until_a_worker_is_back():
     assert simulate(trace, settings, "round-robin").ttft_s[0] == pytest.approx(15.0 + PROFILE.ttft_s(1000))
 
 
+def test_a_worker_that_fails_again_while_it_is_down_stays_down_for_the_longer_time():
+    trace = tenants(1, 2, 20.0)
+    again = FleetSettings(workers=1, failures=(Failure(at_s=5.0, down_s=10.0, worker=0), Failure(at_s=6.0, worker=0)))
+    assert simulate(trace, again, "round-robin").answered.tolist() == [True, False]
+    back = replace(again, failures=(*again.failures[:1], Failure(at_s=6.0, down_s=60.0, worker=0)))
+    assert simulate(trace, back, "round-robin").ttft_s[1] > 46
+
+
 def test_requests_without_any_worker_left_are_never_answered():
     trace = Trace([SimRequest(10.0, (), 1000, 5)], BLOCK)
     result = simulate(trace, FleetSettings(workers=1, failures=(Failure(at_s=5.0, worker=0),)), "round-robin")
