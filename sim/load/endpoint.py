@@ -30,7 +30,7 @@ def find_model(url: str, api_key: str) -> str:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise ValueError(f"no endpoint answers at {url}: {error}") from None
     if answer.status_code != httpx.codes.OK:
         raise ValueError(f"{url}/v1/models answers with status {answer.status_code}; name the model with --model")
