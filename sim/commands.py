@@ -67,7 +67,7 @@ def run(
     closed_loop: LoopOption = None,
     spread: SpreadOption = 3600.0,
     users: UsersOption = 0,
-    seed: Annotated[int, typer.Option(help="of traffic and policy")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of traffic and policy")] = 0,
     gpu_hour: PriceOption = 2.5,
     report: ReportOption = None,
     save: SaveOption = None,

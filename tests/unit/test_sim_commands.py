@@ -129,6 +129,8 @@ def test_a_report_is_one_page_that_refers_to_nothing_outside(tmp_path: Path) -> 
         (("run", SMALL, "--policy", "expected-costs"), "Did you mean 'expected-cost'"),
         (("run", SMALL, "--policy", "random:sed=1"), "sed"),
         (("run", SMALL, "--policy", "random:seed"), "not key=value"),
+        (("run", SMALL, "--policy", "random:seed=-1"), "seed"),
+        (("run", SMALL, "--seed", -1), "--seed"),
         (("run", SMALL, "--policy", "random:seed=["), "no value for seed"),
         (("run", SMALL, "--profile", "llama-3.1-70b/h100/3"), "unknown profile"),
         (("run", SMALL, "--capacity", 2048), "raise capacity_tokens"),
