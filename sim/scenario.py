@@ -105,11 +105,25 @@ def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
     return fleet
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key written twice; YAML itself would silently keep the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key.start_mark)
+            if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
     """Return a mapping, and its parts with their lines."""
     try:
         text = path.read_bytes()
-        raw, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        raw, node = yaml.load(text, _OnceLoader), yaml.compose(text, _OnceLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
