@@ -216,7 +216,7 @@ def _ask(admin: str, method: str, verb: str, parameters: dict[str, Any], body: b
     try:
         with httpx.Client(timeout=httpx.Timeout(_PATIENCE_S, connect=5.0)) as client:
             answer = client.request(method, url, params=parameters, content=body, headers=headers)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         _fail(f"no gateway answers at {admin} ({error}). Give its admin address with --admin.")
     try:
         content: dict[str, Any] = answer.json()

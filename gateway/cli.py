@@ -150,7 +150,7 @@ def explain(
         answer = httpx.post(
             f"{admin}/admin/explain", params={"path": path}, content=body, headers={"content-type": "application/json"}
         )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         _fail(f"kvway: no gateway answers at {admin} ({error}). Give its admin address with --admin.")
     try:
         explanation: dict[str, Any] = answer.json()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import sys
 import tempfile
 import time
@@ -93,24 +94,32 @@ def load_sessions(options: DemoOptions) -> list[Session]:
     return sessions
 
 
-def infinite_cache(sessions: Iterable[Session], tokenizer: WorkerTokenizer) -> tuple[float, int]:
+def infinite_cache(sessions: Iterable[Session], tokenizer: WorkerTokenizer) -> tuple[float, int, int]:
     """Return what one cache without end would do with the workload: token hit rate, and tokens it would hold.
 
-    Like the engine it hits whole blocks only, and never a prompt's last token.
+    Like the engine it hits whole blocks only, and never a prompt's last token. The third is the longest request, its
+    answer included: as many tokens have to fit into any cache.
     """
     hasher = ChunkHasher(BLOCK_TOKENS)
     root = hasher.root(MODEL)
     known: set[bytes] = set()
-    hits = total = 0
+    hits = total = longest = 0
     for session in sessions:
         for turn in session.turns:
             tokens = tokenizer.encode_body(turn.body)
             blocks = hasher.chain(root, np.asarray(tokens, np.uint32).tobytes())
             usable = blocks[: (len(tokens) - 1) // BLOCK_TOKENS]
             total += len(tokens)
+            longest = max(longest, len(tokens) + turn.body["max_tokens"])
             hits += BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(known.__contains__, usable))
             known.update(blocks)
-    return hits / max(1, total), len(known) * BLOCK_TOKENS
+    return hits / max(1, total), len(known) * BLOCK_TOKENS, longest
+
+
+def fleet_tokens(working_set: int, longest: int) -> int:
+    """Return the tokens that all caches hold together, so that the smallest HBM takes the longest request."""
+    smallest = min(hbm for hbm, _ in TIERS)
+    return max(round(working_set / LOAD_OF_CAPACITY), math.ceil((longest + BLOCK_TOKENS) / smallest))
 
 
 async def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
@@ -125,8 +134,8 @@ async def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         on the workers' clock.
     """
     sessions = load_sessions(options)
-    bound, working_set = infinite_cache(sessions, WorkerTokenizer(MODEL_FILES))
-    capacity = round(working_set / LOAD_OF_CAPACITY)
+    bound, working_set, longest = infinite_cache(sessions, WorkerTokenizer(MODEL_FILES))
+    capacity = fleet_tokens(working_set, longest)
     answer: dict[str, Any] = {"bound": round(bound, 4)}
     columns = (TextColumn("{task.description:>14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

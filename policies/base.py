@@ -12,7 +12,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from enum import IntEnum
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -241,6 +241,9 @@ class Decision:
         return terms
 
 
+Seed = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of a policy that has none."""
 
@@ -252,7 +255,7 @@ class SeedParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         seed: makes the draws repeat; without it every process draws differently.
     """
 
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 class Policy(Protocol):

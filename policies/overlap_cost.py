@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 import msgspec
 import numpy as np
 
-from policies.base import Decision, FleetView, Floats, Residency, RoutingRequest, register
+from policies.base import Decision, FleetView, Floats, Residency, RoutingRequest, Seed, register
 from policies.choose import decided, lowest
 
 Weight = Annotated[float, msgspec.Meta(ge=0)]
@@ -48,7 +48,7 @@ class OverlapCostParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     request_weight: Weight = 0.0
     temperature: Weight = 0.0
     block_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 @register

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 import msgspec
 import numpy as np
 
-from policies.base import Decision, FleetView, Floats, Residency, RoutingRequest, register
+from policies.base import Decision, FleetView, Floats, Residency, RoutingRequest, Seed, register
 from policies.choose import decided, first_token_seconds, hit_share, lowest
 
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -38,7 +38,7 @@ class PredictedLatencyParams(msgspec.Struct, frozen=True, forbid_unknown_fields=
     max_gap_s: Annotated[float, msgspec.Meta(ge=0)] = 5.0
     slo_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     explore: Share = 0.01
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 @register

@@ -36,11 +36,11 @@ LoopOption = Annotated[
     bool | None,
     typer.Option("--closed-loop/--open-loop", help="whether a turn waits for the answer before; as the trace says"),
 ]
-SpreadOption = Annotated[float, typer.Option(min=0, help="recorded sessions begin within so many seconds")]
+SpreadOption = Annotated[float, typer.Option(min=0, max=1e9, help="recorded sessions begin within so many seconds")]
 UsersOption = Annotated[
     int, typer.Option(min=0, help="so many users play the sessions, one after another; measured while all of them do")
 ]
-PriceOption = Annotated[float, typer.Option(min=0, help="price of a GPU hour, in any currency")]
+PriceOption = Annotated[float, typer.Option(min=0, max=1e9, help="price of a GPU hour, in any currency")]
 ReportOption = Annotated[Path | None, typer.Option(help="write one self-contained HTML page with plots")]
 SaveOption = Annotated[Path | None, typer.Option(help="write the figures as JSON")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
@@ -67,7 +67,7 @@ def run(
     closed_loop: LoopOption = None,
     spread: SpreadOption = 3600.0,
     users: UsersOption = 0,
-    seed: Annotated[int, typer.Option(help="of traffic and policy")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of traffic and policy")] = 0,
     gpu_hour: PriceOption = 2.5,
     report: ReportOption = None,
     save: SaveOption = None,

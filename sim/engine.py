@@ -101,6 +101,7 @@ class Simulation:
         self._policy_name = policy_name
         self._on_progress = on_progress
         self._up = list(range(fleet.workers))
+        self._down_until = [0.0] * fleet.workers
         self._live: dict[int, Live] = {}
         self._held: list[int] = []  # requests that came while no worker was up
         self._retries = self._lost = 0
@@ -326,7 +327,7 @@ class Simulation:
         job, request = live.job, self.trace.requests[live.job.number]
         _, decode = self._apart.pools(self._up)
         if not decode or self._apart.link.down_until > self.now:
-            self._route(job.number)
+            self._at(self.now, self._route, job.number)  # not at once: its own worker is about to start its next steps
             return
         router = self.routers[live.replica]
         dispatch = router.decode(request, self._apart.decode_worker(request, router, decode, self.now), self.now)
@@ -353,6 +354,7 @@ class Simulation:
 
     def _observe(self, until: float) -> None:
         """Take the samples and scrapes that are due before ``until``; nothing has changed since the last event."""
+        self._samples.check(until)
         while self._samples.due_at <= until:
             self._samples.take(self.workers, self.routers)
         self.gateways.scrape(self.workers, until)
@@ -362,10 +364,13 @@ class Simulation:
     def _fail(self, failure: Failure) -> None:
         if failure.worker is None:
             self._lose_link(failure.link, self.now + failure.down_s)
-        elif failure.worker in self._up:
-            self._die(failure.worker, failure.cold)
-            if failure.down_s < inf:
-                self._at(self.now + failure.down_s, self._return, failure.worker)
+            return
+        row, until = failure.worker, self.now + failure.down_s
+        if row in self._up:
+            self._die(row, failure.cold)
+        self._down_until[row] = max(self._down_until[row], until)
+        if until < inf:
+            self._at(until, self._return, row)
 
     def _lose_link(self, name: str, until: float) -> None:
         if self._apart is not None and name == "transfer":
@@ -402,7 +407,9 @@ class Simulation:
                 self._go_on(number)
 
     def _return(self, row: int) -> None:
-        self._up = sorted([*self._up, row])
+        if self.now < self._down_until[row]:  # it has failed again meanwhile
+            return
+        self._up = sorted({*self._up, row})
         held, self._held = self._held, []
         for number in held:
             self._route(number)

@@ -14,6 +14,7 @@ from sim.requests import Trace
 EvictionName = Literal["lru", "radix", "cost", "salience"]
 OffloadName = Literal["store", "evict"]
 MOST_WORKERS: Final = 10_000
+MOST_REPLICAS: Final = 1_000
 MOST_BLOCKS: Final = 20_000_000
 MOST_SAMPLES: Final = 10_000_000
 EVICTIONS: Final[tuple[EvictionName, ...]] = ("lru", "radix", "cost", "salience")
@@ -152,8 +153,8 @@ class GatewaySettings:
             raise ValueError(f"gateway: budget_tokens must be at least 1, not {self.budget_tokens}")
         if self.piece_tokens < 0:
             raise ValueError(f"gateway: piece_tokens must not be negative, but is {self.piece_tokens}")
-        if self.replicas < 1:
-            raise ValueError(f"gateway: replicas must be at least 1, not {self.replicas}")
+        if not 1 <= self.replicas <= MOST_REPLICAS:
+            raise ValueError(f"gateway: replicas must be 1 to {MOST_REPLICAS}, not {self.replicas}")
         if not 0 < self.metrics_s < inf:
             raise ValueError(f"gateway: metrics_s must be above 0 and finite, not {self.metrics_s}")
         for name in ("event_lag_s", "speculation_s", "tokenize_s_per_token", "overhead_s"):

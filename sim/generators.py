@@ -17,7 +17,7 @@ from typing import Annotated, Final, Protocol
 
 import msgspec
 
-from sim.requests import SimRequest, Trace
+from sim.requests import MOST_REQUESTS, SimRequest, Trace
 
 BLOCK_TOKENS: Final = 256
 _SPREAD: Final = 0.6  # sigma of log-normal lengths
@@ -228,7 +228,7 @@ def generator(words: str) -> Generator:
     """Return the generator that ``name`` or ``name:key=value,key=value`` means.
 
     Raises:
-        ValueError: there is no such kind of traffic, or no such key, or a value is out of range.
+        ValueError: there is no such kind of traffic, or no such key, or a value is out of range, or it is too much.
     """
     name, _, settings = words.partition(":")
     kind = GENERATORS.get(name)
@@ -238,9 +238,13 @@ def generator(words: str) -> Generator:
         raise ValueError(f"unknown traffic {name!r}.{hint} Known: {', '.join(GENERATORS)}, or the path of a trace.")
     pairs = dict(pair.partition("=")[::2] for pair in settings.split(",") if pair)
     try:
-        return msgspec.convert(pairs, kind, strict=False)
+        found = msgspec.convert(pairs, kind, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(f"{name}: {error}. Keys: {', '.join(kind.__struct_fields__)}.") from None
+    counts = [getattr(found, key, 1) for key in ("requests", "sessions", "turns", "bursts", "copies")]
+    if math.prod(counts) > MOST_REQUESTS:
+        raise ValueError(f"{name}: some {math.prod(counts):,} requests; at most {MOST_REQUESTS:,} can be simulated")
+    return found
 
 
 def _length(rng: random.Random, mean: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -17,13 +17,15 @@ plan_app = typer.Typer(
     no_args_is_help=True,
 )
 
+_GB = 1e9
+_MOST: Final = 10**9
+"""Of whatever is counted, priced or timed: more means nothing and leaves the range of floats."""
+
 ModelOption = Annotated[str, typer.Option(help="model, for instance llama-3.1-70b, qwen3-32b")]
 PrecisionOption = Annotated[str, typer.Option(help="of the KV cache: fp16, bf16, fp8, int4")]
 ProfileOption = Annotated[str, typer.Option(help="worker: model/gpu/tensor-parallel")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-TokensOption = Annotated[int, typer.Option(min=1, help="length of the sequence")]
-
-_GB = 1e9
+TokensOption = Annotated[int, typer.Option(min=1, max=_MOST, help="length of the sequence")]
 
 
 def fail(message: object) -> NoReturn:
@@ -59,8 +61,8 @@ def _print(title: str, columns: list[str], rows: list[list[str]], caption: str =
 def footprint(
     model: ModelOption = "llama-3.1-70b",
     tokens: TokensOption = 32_768,
-    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 1,
-    block: Annotated[int, typer.Option(min=1, help="tokens per KV block of the engine")] = 16,
+    batch: Annotated[int, typer.Option(min=1, max=_MOST, help="sequences")] = 1,
+    block: Annotated[int, typer.Option(min=1, max=_MOST, help="tokens per KV block of the engine")] = 16,
     precision: PrecisionOption = "fp16",
     as_json: JsonOption = False,
 ) -> None:
@@ -85,7 +87,9 @@ def footprint(
 def break_even(
     model: ModelOption = "llama-3.1-70b",
     tokens: TokensOption = 32_768,
-    tflops: Annotated[float, typer.Option(min=0.001, help="attainable TFLOPS of a worker, not the data sheet's")] = 400,
+    tflops: Annotated[
+        float, typer.Option(min=0.001, max=_MOST, help="attainable TFLOPS of a worker, not the data sheet's")
+    ] = 400,
     profile: Annotated[str, typer.Option(help="fitted prefill times of model/gpu/tensor-parallel, not TFLOPS")] = "",
     attention: Annotated[bool, typer.Option(help="count the quadratic term of attention")] = False,
     reuse: Annotated[float, typer.Option(min=0, max=1, help="probability that the prefix is asked for again")] = 1.0,
@@ -134,7 +138,7 @@ def _tier(text: str, option: str = "--tier nvme=14") -> tuple[str, Any]:
         gb_s = float(speed)
     except ValueError:
         gb_s = 0.0
-    if not name or not 0 < gb_s < float("inf"):
+    if not name or not 1 / _MOST <= gb_s <= _MOST:
         raise ValueError(f"{option.split()[0]} {text!r} is not name=GB/s; write for instance {option}")
     return name, Link(gb_s * _GB, 0.0)
 
@@ -142,18 +146,27 @@ def _tier(text: str, option: str = "--tier nvme=14") -> tuple[str, Any]:
 @plan_app.command()
 def disaggregation(
     profile: ProfileOption = "llama-3.1-70b/h100/4",
-    prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 8_000,
-    uncached: Annotated[int, typer.Option(min=0, help="of them, those cached nowhere; 0: all")] = 0,
-    output: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 300,
-    itl: Annotated[float, typer.Option(min=0.0001, help="target for the mean time between tokens, seconds")] = 0.03,
-    ttft: Annotated[float, typer.Option(min=0.001, help="target for the time to first token, seconds")] = 2.0,
+    prompt: Annotated[int, typer.Option(min=1, max=_MOST, help="tokens of a prompt")] = 8_000,
+    uncached: Annotated[int, typer.Option(min=0, max=_MOST, help="of them, those cached nowhere; 0: all")] = 0,
+    output: Annotated[int, typer.Option(min=1, max=_MOST, help="tokens of an answer")] = 300,
+    itl: Annotated[
+        float, typer.Option(min=0.0001, max=_MOST, help="target for the mean time between tokens, seconds")
+    ] = 0.03,
+    ttft: Annotated[
+        float, typer.Option(min=0.001, max=_MOST, help="target for the time to first token, seconds")
+    ] = 2.0,
     link: Annotated[list[str] | None, typer.Option(help="name=GB/s of a link of your own; may be repeated")] = None,
-    streams: Annotated[int, typer.Option(min=0, help="requests that decode beside it, 0: as many as ITL allows")] = 0,
+    streams: Annotated[
+        int, typer.Option(min=0, max=_MOST, help="requests that decode beside it, 0: as many as ITL allows")
+    ] = 0,
     interference: Annotated[
-        float, typer.Option(min=0, help="as disaggregation.interference: cost of a second of prefill to others")
+        float,
+        typer.Option(min=0, max=_MOST, help="as disaggregation.interference: cost of a second of prefill to others"),
     ] = 0.1,
     utilisation: Annotated[float, typer.Option(min=0.01, max=1, help="of prefill workers")] = 0.7,
-    capacity: Annotated[int, typer.Option(min=0, help="KV tokens of a worker, 0: what fits into its HBM")] = 0,
+    capacity: Annotated[
+        int, typer.Option(min=0, max=_MOST, help="KV tokens of a worker, 0: what fits into its HBM")
+    ] = 0,
     precision: PrecisionOption = "fp16",
     as_json: JsonOption = False,
 ) -> None:
@@ -201,7 +214,7 @@ def _print_disaggregation(profile: str, demand: Demand, found: Disaggregation) -
                 f"{each.transfer_s * 1e3:,.1f}",
                 f"{each.ttft_share:.1%}",
                 f"{each.ttft_s:.3f}",
-                f"{each.break_even_streams:.1f}",
+                "never" if each.break_even_streams is None else f"{each.break_even_streams:.1f}",
                 "never" if each.break_even_tokens is None else f"{each.break_even_tokens:,}",
             ]
             for each in found.handovers
@@ -223,15 +236,21 @@ def _print_disaggregation(profile: str, demand: Demand, found: Disaggregation) -
 
 @plan_app.command()
 def fleet(
-    rate: Annotated[float, typer.Option(min=0.0001, help="requests per second of the whole fleet")] = 10.0,
-    prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt, on average")] = 8_000,
-    output: Annotated[int, typer.Option(min=1, help="tokens of an answer, on average")] = 300,
+    rate: Annotated[float, typer.Option(min=0.0001, max=_MOST, help="requests per second of the whole fleet")] = 10.0,
+    prompt: Annotated[int, typer.Option(min=1, max=_MOST, help="tokens of a prompt, on average")] = 8_000,
+    output: Annotated[int, typer.Option(min=1, max=_MOST, help="tokens of an answer, on average")] = 300,
     hit: Annotated[float, typer.Option(min=0, max=1, help="share of prompt tokens found in cache")] = 0.0,
-    ttft: Annotated[float, typer.Option(min=0.001, help="target for the time to first token, seconds")] = 2.0,
-    itl: Annotated[float, typer.Option(min=0.0001, help="target for the mean time between tokens, seconds")] = 0.05,
+    ttft: Annotated[
+        float, typer.Option(min=0.001, max=_MOST, help="target for the time to first token, seconds")
+    ] = 2.0,
+    itl: Annotated[
+        float, typer.Option(min=0.0001, max=_MOST, help="target for the mean time between tokens, seconds")
+    ] = 0.05,
     quantile: Annotated[float, typer.Option(min=0, max=0.9999, help="of TTFT that must meet its target")] = 0.9,
-    variation: Annotated[float, typer.Option(min=0, help="coefficient of variation of prefill times")] = 1.0,
-    capacity: Annotated[int, typer.Option(min=0, help="KV tokens of a worker, 0: what fits into its HBM")] = 0,
+    variation: Annotated[float, typer.Option(min=0, max=_MOST, help="coefficient of variation of prefill times")] = 1.0,
+    capacity: Annotated[
+        int, typer.Option(min=0, max=_MOST, help="KV tokens of a worker, 0: what fits into its HBM")
+    ] = 0,
     profile: ProfileOption = "llama-3.1-70b/h100/4",
     as_json: JsonOption = False,
 ) -> None:
@@ -266,11 +285,15 @@ def fleet(
 @plan_app.command()
 def tiers(
     traffic: Annotated[str, typer.Argument(help="trace file or generated traffic, as in `kvway sim run`")],
-    workers: Annotated[int, typer.Option(min=1, help="workers; their HBM together is what the tier stands below")] = 8,
+    workers: Annotated[
+        int, typer.Option(min=1, max=_MOST, help="workers; their HBM together is what the tier stands below")
+    ] = 8,
     profile: ProfileOption = "llama-3.1-70b/h100/4",
     link: Annotated[str, typer.Option(help="the tier: host, nvme-gen4, roce-200g …")] = "host",
-    gb_month: Annotated[float, typer.Option(min=0, help="price of a GB of the tier per month, any currency")] = 3.0,
-    gpu_hour: Annotated[float, typer.Option(min=0, help="price of a GPU hour, the same currency")] = 2.5,
+    gb_month: Annotated[
+        float, typer.Option(min=0, max=_MOST, help="price of a GB of the tier per month, any currency")
+    ] = 3.0,
+    gpu_hour: Annotated[float, typer.Option(min=0, max=_MOST, help="price of a GPU hour, the same currency")] = 2.5,
     sizes: Annotated[str, typer.Option(help="sizes of the tier, in multiples of all HBM")] = "0,0.5,1,2,4,8,16",
     load: Annotated[float, typer.Option(help="times as many requests per second")] = 1.0,
     ws: Annotated[float, typer.Option(help="times as large a working set, at the same rate")] = 1.0,
@@ -326,6 +349,6 @@ def _sizes(words: str) -> list[float]:
         sizes = [float(word) for word in words.split(",")]
     except ValueError:
         sizes = []
-    if not sizes or not all(0 <= size < float("inf") for size in sizes):
+    if not sizes or not all(0 <= size <= _MOST for size in sizes):
         raise ValueError(f"--sizes {words!r}: write numbers from 0 upwards, separated by commas")
     return sizes

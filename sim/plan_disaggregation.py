@@ -44,8 +44,9 @@ class Handover:
         ttft_share: the same as a share of the target for TTFT.
         ttft_s: prefill on an idle worker, transfer, and one decode step.
         break_even_streams: requests that have to decode on a worker, for a prompt to be better handed over than
-            prefilled there: ``transfer/(interference·work)``. As the gateway decides where nothing waits, but for the
-            fixed part of a prefill, which it counts and which a step that decodes takes anyway.
+            prefilled there: ``transfer/(interference·work)``; None: no number of them is enough. As the gateway decides
+            where nothing waits, but for the fixed part of a prefill, which it counts and which a step that decodes
+            takes anyway.
         break_even_tokens: uncached tokens from which a prompt is, beside as many as there are; None: no number of them
             is enough.
         pays: whether this request is.
@@ -56,7 +57,7 @@ class Handover:
     transfer_s: float
     ttft_share: float
     ttft_s: float
-    break_even_streams: float
+    break_even_streams: float | None
     break_even_tokens: int | None
     pays: bool
 
@@ -150,7 +151,7 @@ def disaggregation(
             transfer_s=transfer,
             ttft_share=transfer / demand.ttft_s,
             ttft_s=prefill + transfer + itl_apart,
-            break_even_streams=transfer / (interference * work) if interference else math.inf,
+            break_even_streams=transfer / (interference * work) if interference else None,
             break_even_tokens=_break_even_tokens(profile, kv_bytes_per_token, demand.prompt_tokens, link, weight),
             pays=weight * work > transfer,
         )
@@ -214,7 +215,7 @@ def _break_even_tokens(
     def gains(new: int) -> bool:
         return weight * new * (b + c * (prompt_tokens - new / 2)) > link.latency_s + new * token_s
 
-    low, high = 0, max(1, min(prompt_tokens, round(prompt_tokens + (b - token_s / weight) / c)))
+    low, high = 0, round(max(1.0, min(prompt_tokens, prompt_tokens + (b - token_s / weight) / c)))
     if not gains(high):
         return None
     while high - low > 1:

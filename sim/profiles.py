@@ -14,6 +14,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Final
 
+_MOST_S: Final = 3600.0
+
 
 @dataclass(slots=True, frozen=True)
 class Profile:
@@ -28,6 +30,9 @@ class Profile:
         decode_d2_s: seconds per token of context of the decoding requests.
         kv_bytes_per_token: ``2·L·H_kv·D_h·P`` bytes, keys and values of all layers.
         gpus: GPUs that share the model; host bandwidth grows with them.
+
+    Raises:
+        ValueError: a number is out of range; the message names it.
     """
 
     prefill_a_s: float
@@ -38,6 +43,17 @@ class Profile:
     decode_d2_s: float
     kv_bytes_per_token: int
     gpus: int
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_a_s", "prefill_b_s", "prefill_c_s", "decode_d0_s", "decode_d1_s", "decode_d2_s"):
+            if not 0 <= getattr(self, name) <= _MOST_S:
+                raise ValueError(f"profile: {name} must be between 0 and {_MOST_S:g} s, not {getattr(self, name)}")
+        for name in ("prefill_b_s", "decode_d0_s"):
+            if not getattr(self, name):
+                raise ValueError(f"profile: {name} must be above 0: a step that computes takes time")
+        for name in ("kv_bytes_per_token", "gpus"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"profile: {name} must be at least 1, not {getattr(self, name)}")
 
     def step_s(self, prefills: Iterable[tuple[int, int]], decodes: int, context_tokens: int) -> float:
         """Return the seconds of one engine step.

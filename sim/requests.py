@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Final
+
+MOST_REQUESTS: Final = 5_000_000
+"""More do not fit into the memory of a laptop."""
+
+_LARGEST_ID: Final = 2**40 - 1  # leaves room for millions of copies below 2**63
 
 
 @dataclass(slots=True)
@@ -86,6 +92,15 @@ def named_tokens(request: SimRequest, block_tokens: int) -> int:
     if covered < request.prompt_tokens + block_tokens:
         return min(covered, request.prompt_tokens)
     return min(covered, request.prompt_tokens + request.output_tokens)
+
+
+def with_small_ids(requests: Sequence[SimRequest]) -> None:
+    """Number the blocks in place where their ids are hashes: copies of a conversation get ids above all others."""
+    if max((max(request.chunks) for request in requests if request.chunks), default=0) <= _LARGEST_ID:
+        return
+    numbers: dict[int, int] = {}
+    for request in requests:
+        request.chunks = [numbers.setdefault(chunk, len(numbers)) for chunk in request.chunks]
 
 
 def next_turns(trace: Trace) -> dict[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sim.batch import BatchWorker
+from sim.fleet import MOST_SAMPLES
 from sim.router import Router
 
 
@@ -28,6 +29,14 @@ class Samples:
         self._interval_s = interval_s
         self._taken = 0
         self._rows: dict[str, list[Any]] = {"running": [], "waiting": [], "pending_tokens": [], "kv_usage": []}
+
+    def check(self, until: float) -> None:
+        """Refuse to fill memory with samples: ValueError where there would be too many until then."""
+        if until / self._interval_s * self._workers > MOST_SAMPLES:
+            raise ValueError(
+                f"the simulation comes to {until:.3g} s, too long for samples of {self._workers} workers every "
+                f"{self._interval_s:g} s; look for a time that is too long, or raise sample_s"
+            )
 
     def take(self, workers: Sequence[BatchWorker], routers: Sequence[Router]) -> None:
         """Take the sample that is due."""

@@ -7,10 +7,9 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
-from sim.requests import SimRequest, Trace
+from sim.requests import MOST_REQUESTS, SimRequest, Trace
 
 _COMMON_SHARE = 0.01  # a block in more requests than this is everybody's: it tells no conversations apart
-_MOST_REQUESTS = 5_000_000
 _SHIFT_SHARE = 0.05  # copies of a conversation begin apart by up to this share of the trace's time
 
 
@@ -40,10 +39,10 @@ def scale_working_set(trace: Trace, factor: float, seed: int = 0) -> Trace:
     """
     if not 0 < factor < float("inf"):
         raise ValueError(f"ws must be above 0 and finite, not {factor}")
-    if factor * len(trace.requests) > _MOST_REQUESTS:
+    if factor * len(trace.requests) > MOST_REQUESTS:
         raise ValueError(
             f"ws {factor:g} makes {factor * len(trace.requests):.3g} requests of the {len(trace.requests):,} of trace "
-            f"{trace.name!r}; at most {_MOST_REQUESTS:,} can be simulated"
+            f"{trace.name!r}; at most {MOST_REQUESTS:,} can be simulated"
         )
     rng = random.Random(seed)
     groups = conversations(trace)

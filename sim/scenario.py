@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ class Traffic:
     def _is_file(self) -> bool:
         """Whether the source is meant as a path: a word that is no file is a misspelt generator."""
         name = self.source.partition(":")[0]
-        return name not in GENERATORS and ("/" in name or "." in name or Path(self.source).exists())
+        return name not in GENERATORS and ("/" in name or "." in name or os.path.exists(self.source))  # noqa: PTH110 - no error where too long
 
 
 def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
@@ -104,17 +105,31 @@ def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
     return fleet
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a key written twice; YAML itself would silently keep the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key.start_mark)
+            if key.value in keys and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> tuple[dict[str, Any], yaml.Node | None]:
     """Return a mapping, and its parts with their lines."""
     try:
         text = path.read_bytes()
-        raw, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        raw, node = yaml.load(text, _OnceLoader), yaml.compose(text, _OnceLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         raise ValueError(f"{path}:{line}: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not YAML ({error})") from None
     if raw is None:
         return {}, None

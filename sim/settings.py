@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from sim.faults import Fault
+from sim.fleet import MOST_BLOCKS
 from sim.kv_events import EventFormat, ReplayFormat
 from sim.profiles import find_profile
 from sim.worker import WorkerLimits
@@ -18,6 +19,8 @@ Role = Literal["mixed", "prefill", "decode"]
 Connector = Literal["nixl", "mooncake", "sglang", "lmcache"]
 ROLES: Final = get_args(Role)
 CONNECTORS: Final = get_args(Connector)
+
+_LAST_PORT: Final = 65535
 
 Script = Callable[[Sequence[int]], Sequence[int] | None]
 
@@ -108,18 +111,27 @@ class WorkerSettings:
         for name in ("host_tokens", "max_model_len", "max_requests"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be 0 (any) to 65535, not {self.port}")
+        if not 0 <= self.port <= _LAST_PORT:
+            raise ValueError(f"port must be 0 (any) to {_LAST_PORT}, not {self.port}")
         if not 0 < self.speed < math.inf:
             raise ValueError(f"speed must be above 0 and finite, not {self.speed}")
         if self.capacity_tokens < self.block_size:
             raise ValueError(
                 f"capacity_tokens must be at least one block ({self.block_size}), not {self.capacity_tokens}"
             )
+        if self.capacity_tokens // self.block_size > MOST_BLOCKS:
+            raise ValueError(
+                f"capacity_tokens {self.capacity_tokens} are {self.capacity_tokens // self.block_size:,} blocks of "
+                f"{self.block_size} tokens; at most {MOST_BLOCKS:,} can be simulated"
+            )
         if self.max_model_len > self.usable_tokens:
             raise ValueError(f"max_model_len {self.max_model_len} exceeds the cache of {self.usable_tokens} tokens")
         if self.kv_replay is not None and self.kv_events is None:
             raise ValueError("kv_replay repeats what kv_events published: set kv_events too, or leave kv_replay out")
+        for name in ("kv_events", "kv_replay"):
+            port = re.fullmatch(r"tcp://.+:(\d+)", getattr(self, name) or "")
+            if port and int(port[1]) > _LAST_PORT:  # ZMQ would take another port instead
+                raise ValueError(f"{name} {getattr(self, name)}: ports go up to {_LAST_PORT}")
         self._check_hand_over()
         self._check_names()
 

@@ -11,6 +11,7 @@ kvway           what the gateway's recorder wrote, a file or a folder of them (`
 from __future__ import annotations
 
 import csv
+import os
 import random
 from collections.abc import Iterator
 from datetime import datetime
@@ -19,8 +20,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from sim.requests import SimRequest, Trace
-from sim.trace_lines import TraceError, decode, decoder_of, first_object, lines
+from sim.requests import SimRequest, Trace, with_small_ids
+from sim.trace_lines import MOST_TOKENS, TraceError, decode, decoder_of, first_object, lines
 from sim.trace_recording import read_recording
 from sim.trace_sessions import read_sessions
 
@@ -48,7 +49,7 @@ def read_trace(
     Raises:
         TraceError: the file is no trace, or a line is wrong; the message names it.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - a path that is too long is none, and no error here
         return read_recording(path, closed_loop)
     first = first_object(path)
     if isinstance(first, dict):
@@ -77,13 +78,14 @@ def _without_sessions(path: Path, requests: list[SimRequest], block_tokens: int,
     origin = requests[0].arrival_s
     for request in requests:
         request.arrival_s -= origin
+    with_small_ids(requests)
     return Trace(requests, block_tokens, name=path.name)
 
 
 class _MooncakeLine(msgspec.Struct):
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
 
 
@@ -103,16 +105,20 @@ def _mooncake(path: Path, seed: int) -> Iterator[SimRequest]:
 
 
 def _azure(path: Path) -> Iterator[SimRequest]:
-    rows = ((number, next(csv.reader([line.decode("utf-8", "replace")]))) for number, line in lines(path))
-    next(rows)
-    for number, row in rows:
+    numbered = lines(path)
+    next(numbered)
+    for number, line in numbered:
+        row = line.decode("utf-8", "replace")
         try:
-            moment, prompt, output = row
+            moment, prompt, output = next(csv.reader([row]))
             arrival_s, prompt_tokens, output_tokens = _epoch(moment), int(prompt), int(output)
-        except ValueError:
-            raise TraceError(f"{path}:{number}: {','.join(row)!r} is not a row of {_AZURE_HEADER}") from None
-        if prompt_tokens < 1 or output_tokens < 0:
-            raise TraceError(f"{path}:{number}: needs at least one prompt token and no negative number of others")
+        except (ValueError, csv.Error):
+            raise TraceError(f"{path}:{number}: {row[:100]!r} is not a row of {_AZURE_HEADER}") from None
+        if not (1 <= prompt_tokens <= MOST_TOKENS and 0 <= output_tokens <= MOST_TOKENS):
+            raise TraceError(
+                f"{path}:{number}: needs at least one prompt token, no negative number of others, and of neither more "
+                f"than {MOST_TOKENS:,}"
+            )
         yield SimRequest(arrival_s, (), prompt_tokens, max(1, output_tokens))
 
 

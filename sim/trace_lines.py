@@ -12,6 +12,8 @@ import msgspec
 
 _GZIP: Final = b"\x1f\x8b"
 _MAX_LINE: Final = 256 * 2**20
+MOST_TOKENS: Final = 2**26
+"""More than any model takes, and they still fit memory."""
 
 Line = TypeVar("Line")
 

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import msgspec
 
-from sim.requests import SimRequest, Trace
-from sim.trace_lines import TraceError, decode, decoder_of, lines
+from sim.requests import SimRequest, Trace, with_small_ids
+from sim.trace_lines import MOST_TOKENS, TraceError, decode, decoder_of, lines
 
 _VERSION = 1
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 
 
 class _Head(msgspec.Struct):
@@ -23,11 +24,11 @@ class _Head(msgspec.Struct):
 
 class _Line(msgspec.Struct):
     t: float
-    input: Annotated[int, msgspec.Meta(ge=0)]
+    input: _Count
     ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
-    limit: Annotated[int, msgspec.Meta(ge=0)]
+    limit: _Count
     duration: Annotated[float, msgspec.Meta(ge=0)]
-    output: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    output: _Count | None = None
     session: int | None = None
 
 
@@ -98,4 +99,5 @@ def _requests(timed: list[_Timed]) -> list[SimRequest]:
             request.think_s = max(0.0, arrival - ended.get(line.session, arrival))
             ended[line.session] = arrival + line.duration
         requests.append(request)
+    with_small_ids(requests)
     return requests

@@ -19,10 +19,10 @@ import numpy as np
 
 from policies.base import Ints
 from sim.requests import SimRequest, Trace
-from sim.trace_lines import TraceError, decode, decoder_of, lines
+from sim.trace_lines import MOST_TOKENS, TraceError, decode, decoder_of, lines
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**26)]  # more tokens than any model takes, and they still fit memory
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from sim.requests import SimRequest, Trace
+from sim.requests import MOST_REQUESTS, SimRequest, Trace
 from sim.results import SimResult
 
 TURNS: Final = 60  # of each user
@@ -46,10 +46,12 @@ def play(trace: Trace, users: int, seed: int = 0, *, turns: int = TURNS, max_pro
         max_prompt_tokens: sessions end before their first longer prompt; None: where they were recorded to end.
 
     Raises:
-        ValueError: the trace has no sessions that can be played.
+        ValueError: the trace has no sessions that can be played, or there are too many users.
     """
     if users < 1 or turns < 1:
         raise ValueError(f"users ({users}) and their turns ({turns}) must be at least 1")
+    if users * turns > MOST_REQUESTS:
+        raise ValueError(f"{users:,} users of {turns} turns: at most {MOST_REQUESTS:,} requests can be simulated")
     sessions = _sessions(trace, max_prompt_tokens)
     if not sessions:
         raise ValueError(f"trace {trace.name!r}: users play sessions, but it has none")

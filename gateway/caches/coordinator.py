@@ -237,7 +237,7 @@ class Coordinator:
                 return msgspec.json.decode(answer.content, type=shape)
         except TimeoutError:
             raise UpstreamTimeout(f"LMCache does not answer {method} {url} within {_TIMEOUT_S:g} s.") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             why = str(error) or type(error).__name__
             message = f"LMCache cannot be reached at {url} ({why}); see cache_control.coordinator."
             raise UpstreamError(message) from None

@@ -75,7 +75,7 @@ async def _post(client: httpx.AsyncClient, worker: Worker, path: str) -> tuple[i
         return answer.status_code, answer.content
     except TimeoutError:
         raise UpstreamTimeout(f"{worker.name} does not answer POST {path} within {_TIMEOUT_S:g} s.") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise UpstreamError(f"{worker.name} cannot be reached ({error or type(error).__name__}).") from None
 
 

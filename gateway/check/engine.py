@@ -83,7 +83,7 @@ class Engine:
                 return await self.client.request(method, url, content=content, headers=headers)
         except TimeoutError:
             raise Silent(f"{path} does not answer within {self.timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise Silent(f"{path} fails: {error or type(error).__name__}") from None
 
 

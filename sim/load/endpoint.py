@@ -53,7 +53,7 @@ def find_model(url: str, api_key: str) -> str:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
         raise ValueError(f"no endpoint answers at {where}: {error}") from None
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         key = "does not accept the API key" if api_key else "wants an API key"

@@ -76,12 +76,14 @@ def test_an_unusable_certificate_ends_the_start(tmp_path: Path) -> None:
     assert "not a usable certificate" in result.output
 
 
-def test_explain_says_when_nothing_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("admin", ["http://127.0.0.1:1", "http://a..b", "nowhere"])
+def test_explain_and_cache_say_when_nothing_answers(tmp_path: Path, admin: str) -> None:
     file = tmp_path / "request.json"
-    file.write_text("{}")
-    result = kvway("explain", file, "--admin", "http://127.0.0.1:1")
-    assert result.exit_code == 2
-    assert "no gateway answers at http://127.0.0.1:1" in result.output
+    file.write_text('{"prompt": "Once"}')
+    for command in (["explain"], ["cache", "lookup"]):
+        result = kvway(*command, file, "--admin", admin)
+        assert result.exit_code == 2
+        assert f"no gateway answers at {admin}" in result.output
 
 
 def test_explain_says_when_a_stranger_answers(tmp_path: Path, stranger: str) -> None:

@@ -138,6 +138,8 @@ def test_a_report_is_one_page_that_refers_to_nothing_outside(tmp_path: Path) -> 
         (("run", SMALL, "--policy", "expected-costs"), "Did you mean 'expected-cost'"),
         (("run", SMALL, "--policy", "random:sed=1"), "sed"),
         (("run", SMALL, "--policy", "random:seed"), "not key=value"),
+        (("run", SMALL, "--policy", "random:seed=-1"), "seed"),
+        (("run", SMALL, "--seed", -1), "--seed"),
         (("run", SMALL, "--policy", "random:seed=["), "no value for seed"),
         (("run", SMALL, "--profile", "llama-3.1-70b/h100/3"), "unknown profile"),
         (("run", SMALL, "--capacity", 2048), "raise capacity_tokens"),
@@ -146,7 +148,13 @@ def test_a_report_is_one_page_that_refers_to_nothing_outside(tmp_path: Path) -> 
         (("run", SMALL, "--ws", -1), "ws must be above 0"),
         (("run", SMALL, "--ws", 1e9), "at most 5,000,000 can be simulated"),
         (("run", SMALL, "--capacity", 10**12), "at most 20,000,000 can be simulated"),
+        (("run", SMALL, "--users", 10**12), "at most 5,000,000 requests can be simulated"),
+        (("run", "agents:turns=10000000"), "at most 5,000,000 can be simulated"),
         (("run", SMALL, "--share", 2), "share must be"),
+        (("run", SMALL, "--gpu-hour", "inf"), "--gpu-hour"),
+        (("run", "x" * 300), "unknown traffic"),
+        (("run", "./" + "x" * 300), "name too long"),
+        (("run", SMALL, "--save", "x" * 250), "name too long"),
         (("run", "rag:requests=3", "--closed-loop"), "open loop only"),
         (("run", SMALL, "--report", "nowhere/report.html"), "folder nowhere does not exist"),
         (("compare", SMALL, "--policies", ","), "names none"),
@@ -175,6 +183,10 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path) -> None:
     assert not page.exists()
 
 
+OWN_PROFILE = """\
+profile: {{prefill_a_s: {prefill_a_s}, prefill_b_s: 1.0e-5, prefill_c_s: 1.0e-9, decode_d0_s: 0.01,
+  decode_d1_s: 1.0e-5, decode_d2_s: 1.0e-8, kv_bytes_per_token: 1000, gpus: {gpus}}}
+"""
 FLEET = """
 workers: 3
 profile: llama-3.1-8b/h100/1
@@ -213,8 +225,18 @@ def test_a_profile_brings_the_cache_that_fits_beside_its_weights() -> None:
         ("layers: 2\nworkers: many", "fleet.yaml:2: Expected `int`"),
         ("workers: 0", "workers must be at least 1"),
         ("workers: 1000000000", "workers must be at most 10000"),
+        ("gateway: {replicas: 1000000}", "replicas must be 1 to 1000"),
         ("layers: 2\neviction:\n  rule: mru", "fleet.yaml:3: "),
         (FLEET.replace("tier: host", "tier: attic"), "tier"),
+        ("[" * 1000, "not YAML"),
+        ("layers: 2\n? [workers]\n: 3", "fleet.yaml:2: a key must be a plain word"),
+        ("workers: 4\nlayers: 2\nworkers: 8", "fleet.yaml:3: key 'workers' is given twice"),
+        ("gateway:\n  order: none\n  order: fcfs", "fleet.yaml:3: key 'order' is given twice"),
+        (OWN_PROFILE.format(prefill_a_s=".nan", gpus=1), "fleet.yaml:1: profile: prefill_a_s must be between"),
+        (OWN_PROFILE.format(prefill_a_s=-1, gpus=1), "prefill_a_s must be between"),
+        (OWN_PROFILE.format(prefill_a_s=1e300, gpus=1), "prefill_a_s must be between"),
+        (OWN_PROFILE.format(prefill_a_s=0, gpus=0), "gpus must be at least 1"),
+        (OWN_PROFILE.format(prefill_a_s=0, gpus=1).replace("decode_d0_s: 0.01", "decode_d0_s: 0"), "takes time"),
     ],
 )
 def test_a_fleet_that_is_wrong_is_named_with_its_file(tmp_path: Path, text: str, said: str) -> None:
@@ -223,6 +245,14 @@ def test_a_fleet_that_is_wrong_is_named_with_its_file(tmp_path: Path, text: str,
     with pytest.raises(ValueError, match=said) as raised:
         read_fleet(file)
     assert str(file) in str(raised.value)
+
+
+def test_a_time_without_end_is_refused_before_samples_of_it_fill_memory(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("gateway: {overhead_s: 1.0e300}")
+    result = kvway("sim", "run", SMALL, "--fleet", file)
+    assert result.exit_code == 2
+    assert "the simulation comes to 1e+300 s" in result.output
 
 
 def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,14 @@ def test_requests_wait_at_the_gateway_until_a_worker_is_back():
     assert simulate(trace, settings, "round-robin").ttft_s[0] == pytest.approx(15.0 + PROFILE.ttft_s(1000))
 
 
+def test_a_worker_that_fails_again_while_it_is_down_stays_down_for_the_longer_time():
+    trace = tenants(1, 2, 20.0)
+    again = FleetSettings(workers=1, failures=(Failure(at_s=5.0, down_s=10.0, worker=0), Failure(at_s=6.0, worker=0)))
+    assert simulate(trace, again, "round-robin").answered.tolist() == [True, False]
+    back = replace(again, failures=(*again.failures[:1], Failure(at_s=6.0, down_s=60.0, worker=0)))
+    assert simulate(trace, back, "round-robin").ttft_s[1] > 46
+
+
 def test_requests_without_any_worker_left_are_never_answered():
     trace = Trace([SimRequest(10.0, (), 1000, 5)], BLOCK)
     result = simulate(trace, FleetSettings(workers=1, failures=(Failure(at_s=5.0, worker=0),)), "round-robin")
@@ -226,6 +234,13 @@ def test_without_the_link_or_a_pool_workers_do_both():
         result = simulate(trace, replace(apart(), failures=(failure,)), "round-robin")
         assert result.answered.all()
         assert result.counters["transfers"] == 0
+
+
+def test_a_prompt_that_nobody_is_left_to_decode_is_decoded_where_it_was_computed():
+    settings = replace(apart(1, 2), failures=(Failure(at_s=0.1, worker=1),))
+    result = simulate(lone_prompt(4096), settings, "round-robin")
+    # computed, and then found but for the engine's last block
+    assert result.ttft_s[0] == pytest.approx(PROFILE.ttft_s(4096) + PROFILE.ttft_s(16, 4080), rel=1e-9)
 
 
 def test_a_decode_worker_that_dies_before_the_prompt_arrives_is_replaced():

@@ -155,6 +155,8 @@ def test_more_hits_need_fewer_workers() -> None:
         (["tiers", "rag", "--link", "floppy"], "unknown tier"),
         (["tiers", "rag", "--sizes", "1,-2"], "numbers from 0"),
         (["tiers", "agent"], "Did you mean 'agents'"),
+        (["break-even", "--tier", "nvme=1e300"], "name=GB/s"),
+        (["tiers", "rag", "--sizes", "1e300"], "numbers from 0"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_one_message(words: list[object], said: str) -> None:
@@ -162,6 +164,29 @@ def test_what_cannot_be_planned_is_said_in_one_message(words: list[object], said
     assert result.exit_code == 2
     assert said in result.output
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["footprint", "--tokens", "9" * 400],
+        ["break-even", "--tflops", "inf"],
+        ["disaggregation", "--itl", "inf"],
+        ["fleet", "--variation", "1e308"],
+        ["tiers", "rag", "--gpu-hour", "inf"],
+        ["tiers", "rag", "--workers", "9" * 400],
+    ],
+)
+def test_numbers_that_leave_the_range_of_formulas_are_refused(words: list[str]) -> None:
+    result = kvway("plan", *words)
+    assert result.exit_code == 2
+    assert words[-2] in result.output
+
+
+def test_where_prefill_disturbs_nobody_a_hand_over_never_pays() -> None:
+    found = answer("plan", "disaggregation", "--interference", 0)
+    assert {each["break_even_streams"] for each in found["handovers"]} == {None}
+    assert "never" in kvway("plan", "disaggregation", "--interference", 0).output
 
 
 @pytest.mark.parametrize("words", ["footprint", "break-even", "disaggregation", "fleet", "tiers agents"])

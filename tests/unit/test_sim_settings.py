@@ -41,6 +41,9 @@ def test_the_longest_request_is_bounded_by_the_cache():
         ({"pd": "lmcache", "lmcache_proxy": "127.0.0.1:7500"}, "lmcache_proxy must be tcp://host:port"),
         ({"link_gb_s": 0}, "link_gb_s and lease_s must be above 0"),
         ({"capacity_tokens": 15}, "at least one block"),
+        ({"capacity_tokens": 10**12}, "at most 20,000,000 can be simulated"),
+        ({"kv_events": "tcp://127.0.0.1:70000"}, "kv_events tcp://127.0.0.1:70000: ports go up to 65535"),
+        ({"kv_events": "tcp://*:5557", "kv_replay": "tcp://*:70000"}, "kv_replay .*: ports go up to 65535"),
         ({"capacity_tokens": 1024, "max_model_len": 2048}, "exceeds the cache of 1024 tokens"),
     ],
 )

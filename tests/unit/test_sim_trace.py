@@ -150,6 +150,13 @@ def test_recordings_of_several_gateways_are_merged_by_their_clocks(tmp_path: Pat
     assert not trace.closed_loop
 
 
+def test_ids_that_are_hashes_leave_room_for_copies(tmp_path: Path) -> None:
+    first, second = 2**63 - 1, 2**63 - 2
+    lines = [LINE | {"ids": [first, second]}, LINE | {"t": 9.0, "ids": [first]}]
+    assert chunks(read_trace(write(tmp_path / "r", HEAD, *lines))) == [[0, 1], [0]]
+    assert chunks(read_trace(write(tmp_path / "m", MOONCAKE | {"hash_ids": [first, second, first]}))) == [[0, 1, 0]]
+
+
 def test_a_compressed_trace_reads_the_same(tmp_path: Path) -> None:
     plain = write(tmp_path / "m.jsonl", MOONCAKE, "\n", MOONCAKE)
     packed = tmp_path / "m.jsonl.gz"
@@ -176,6 +183,9 @@ CUT = gzip.compress(json.dumps(MOONCAKE).encode() * 50)[:-20]
         (["TIMESTAMP,ContextTokens,GeneratedTokens\n", "yesterday,1,1\n"], 2, "not a row"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:17:03,0,1\n"], 2, "at least one prompt token"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens\n"], None, "no requests"),
+        (["TIMESTAMP,ContextTokens,GeneratedTokens\n", "2023-11-16 18:17:03," + "9" * 400 + ",1\n"], 2, "67,108,864"),
+        (["TIMESTAMP,ContextTokens,GeneratedTokens\n", "1" * 200_000 + ",1,1\n"], 2, "not a row"),
+        ([MOONCAKE | {"input_length": 2**40}], 1, "input_length"),
         ([SESSION, SESSION | {"block_size": 48}], 2, "multiple of 48"),
         ([SESSION, SESSION | {"requests": [{"t": 0, "m": "a", "in": 60, "runs": [[1, 1]]}]}], 2, "names 64 tokens"),
         ([SESSION, SESSION | {"requests": [{"t": 0, "m": "a"}]}], 2, "`in`"),
