@@ -203,6 +203,22 @@ def test_bad_yaml_is_told_with_line_and_column(mistakes):
     assert line.endswith("(line 3, column 2)")
 
 
+@pytest.mark.parametrize("value", ["2001-99-99", "0x_", "!!int x", "9" * 5000])
+def test_what_looks_like_a_date_or_a_number_and_is_none_is_told_with_line_and_column(mistakes, value):
+    (line,) = mistakes(f"server:\n  port: {value}")
+    assert line.startswith("kvway.yaml: is not valid YAML: ")
+    assert line.endswith("(line 2, column 9)")
+    (line,) = mistakes(KVWAY_SERVER__PORT=value)
+    assert line.startswith("KVWAY_SERVER__PORT: is not a valid value: ")
+
+
+def test_yaml_nested_beyond_all_measure_is_told(mistakes):
+    (line,) = mistakes("server: " + "[" * 3000)
+    assert line.startswith("kvway.yaml: is not valid YAML: ")
+    (line,) = mistakes(KVWAY_SERVER="[" * 3000)
+    assert line.startswith("KVWAY_SERVER: is not a valid value: ")
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "42"])
 def test_a_file_that_is_no_mapping_is_refused(mistakes, text):
     assert mistakes(text) == ["kvway.yaml: must be a mapping of sections such as 'server:' and 'workers:'"]
