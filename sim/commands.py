@@ -179,7 +179,7 @@ def _run_all(cases: Sequence[Case], processes: int) -> list[Outcome]:
 def _console(err: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=err)
+    return Console(stderr=err, markup=False)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def _print(title: str, columns: list[str], rows: list[list[str]], caption: str =
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 @plan_app.command()

@@ -166,8 +166,8 @@ def _print(result: LoadResult, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result.summary))
         return
-    console = Console()
-    console.print(f"{result.summary['scenario']} against {result.summary['url']}", highlight=False, markup=False)
+    console = Console(markup=False)
+    console.print(f"{result.summary['scenario']} against {result.summary['url']}", highlight=False)
     table = Table("")
     table.add_column(result.summary["model"], justify="right")
     for name, value in figures(result.summary):
@@ -179,4 +179,4 @@ def _print(result: LoadResult, as_json: bool) -> None:
             highlight=False,
         )
     for remark in remarks(result.summary):
-        console.print(remark, style="bold", highlight=False, markup=False)
+        console.print(remark, style="bold", highlight=False)
