@@ -161,7 +161,7 @@ def _described(value: object) -> str:
 
 def without_password(text: str) -> str:
     """Return a text with the passwords of URLs in it masked."""
-    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", text)
+    return re.sub(r"(://[^:@/]*):.*@", r"\1:***@", text)
 
 
 def _right_key(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:

@@ -391,6 +391,14 @@ def test_a_model_takes_its_own_settings_then_the_default_ones():
     assert [config.model_config_for(model).source for model in ("a", "b")] == ["engine", "bytes"]
 
 
+@pytest.mark.parametrize("password", ["secret", "a@secret", "a/secret", "a:secret"])
+def test_the_password_in_a_url_is_masked_whatever_it_holds(mistakes, password):
+    config = Config.model_validate({"index": {"url": f"redis://user:{password}@host"}})
+    assert config.masked()["index"]["url"] == "redis://user:***@host"
+    (line,) = mistakes(f"index: {{url: 'rdis://user:{password}@host'}}")
+    assert "secret" not in line
+
+
 def test_the_passwords_of_the_index_are_masked():
     secrets = {"url": "redis://user:secret@host:6379/0", "password": "secret", "sentinel_password": "secret"}
     config = Config.model_validate({"index": secrets})
