@@ -121,6 +121,10 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
             "kvway.yaml: models.llama.chat_template: /nowhere does not exist",
         ),
         (
+            "replication: {domains: 1000000}",  # a metric has a label for each
+            "kvway.yaml: replication.domains: must be less than or equal to 64, not 1000000",
+        ),
+        (
             "models: {llama: {tokenizer: /a, hub: b/c}}",
             "kvway.yaml: models.llama: tokenizer and hub exclude each other",
         ),
