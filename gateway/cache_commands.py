@@ -43,7 +43,7 @@ def lookup(
     from gateway.caches.tables import print_lookup
 
     answer = _ask(admin, "POST", "lookup", {"path": path}, read_prompt(request, text, model))
-    _print_json(answer) if as_json else print_lookup(answer, Console())
+    _print_json(answer) if as_json else print_lookup(answer, Console(markup=False))
 
 
 @cache_app.command()
@@ -135,7 +135,7 @@ def clear(
 
         from gateway.caches.tables import print_rows
 
-        print_rows(rows, Console())
+        print_rows(rows, Console(markup=False))
     raise typer.Exit(int(not all(map(is_cleared, rows))))
 
 
@@ -147,7 +147,7 @@ def stats(admin: AdminOption = ADMIN_URL, as_json: JsonOption = False) -> None:
     from gateway.caches.tables import print_stats
 
     answer = _ask(admin, "GET", "stats", {}, b"")
-    _print_json(answer) if as_json else print_stats(answer, Console())
+    _print_json(answer) if as_json else print_stats(answer, Console(markup=False))
 
 
 @cache_app.command()

@@ -162,7 +162,7 @@ def explain(
     if as_json:
         typer.echo(answer.text)
     else:
-        print_explanation(explanation, Console())
+        print_explanation(explanation, Console(markup=False))
 
 
 @app.command()

@@ -23,7 +23,15 @@ Origins = dict[tuple[str, ...], str]
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key written twice; YAML itself would silently keep the last one."""
+    """Refuses a key written twice, of which YAML itself would silently keep the last one, and says where a value that
+    looks like a date or a number is none.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -46,7 +54,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raw = yaml.load(path.read_text("utf-8"), _Loader)  # noqa: S506 - a SafeLoader that refuses more
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: is not valid YAML: {_yaml_problem(error)}") from None
     if not isinstance(raw, dict | None):
         raise ConfigError(f"{path}: must be a mapping of sections such as 'server:' and 'workers:'")
@@ -85,7 +93,7 @@ def overlay_environment(
         try:
             value = text if _is_secret(path, root) else yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader that refuses more
             _section(raw, parents)[key] = value
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             mistakes.append(f"{variable}: is not a valid value: {_yaml_problem(error)}")
         except TypeError as error:
             mistakes.append(f"{variable}: {error}")
@@ -153,7 +161,7 @@ def _described(value: object) -> str:
 
 def without_password(text: str) -> str:
     """Return a text with the passwords of URLs in it masked."""
-    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", text)
+    return re.sub(r"(://[^:@/]*):.*@", r"\1:***@", text)
 
 
 def _right_key(loc: tuple[int | str, ...], root: type[BaseModel]) -> str:

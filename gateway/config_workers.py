@@ -103,7 +103,7 @@ class ReplicationConfig(Section):
     least_uses: int = Field(4, ge=2, description="prompts within interval_s that make the prefix they share hot")
     least_tokens: int = Field(1024, ge=1, description="shorter prefixes are computed anew soon enough")
     domains: int = Field(
-        2, ge=2, description="failure domains to hold a hot prefix; a worker without a domain is one of its own"
+        2, ge=2, le=64, description="failure domains to hold a hot prefix; a worker without a domain is one of its own"
     )
     prefill_share: float = Field(
         0.02, gt=0, le=1, description="share of the tokens that the fleet could prefill that warm-ups may take"

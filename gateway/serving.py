@@ -29,6 +29,8 @@ def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket
         listener.bind((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    except UnicodeError:
+        raise ConfigError(f"cannot listen on {host}:{port}: no host can have this name") from None
     return listener
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from enum import IntEnum
 from importlib.metadata import EntryPoint, entry_points
+from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Protocol, TypeVar, cast
 
 import msgspec
@@ -315,8 +316,9 @@ def _load(point: EntryPoint) -> type[Policy]:
     except Exception as error:
         raise PolicyError(f"policy {point.name!r} cannot be loaded from {point.value}: {error}") from error
     params = getattr(policy, "Params", None)
-    if not (isinstance(params, type) and issubclass(params, msgspec.Struct) and hasattr(policy, "decide")):
-        raise PolicyError(f"{point.value} is no policy: {point.name!r} needs Params, a msgspec.Struct, and decide")
+    is_policy = isinstance(getattr(policy, "name", None), str) and hasattr(policy, "decide")
+    if not (is_policy and isinstance(params, type) and issubclass(params, msgspec.Struct)):
+        raise PolicyError(f"{point.value} is no policy: {point.name!r} needs name, Params (msgspec.Struct) and decide")
     return cast("type[Policy]", policy)
 
 
@@ -336,10 +338,26 @@ def create_policy(name: str, params: Mapping[str, Any] | None = None) -> Policy:
         raise PolicyError(f"unknown policy {name!r}.{hint} Known policies: {', '.join(sorted(known))}.")
     fields = policy.Params.__struct_fields__
     try:
-        return policy(msgspec.convert(dict(params or {}), policy.Params))
+        checked = msgspec.convert(finite(params or {}), policy.Params)
     except msgspec.ValidationError as error:
         unknown = next((str(key) for key in params or {} if key not in fields), "")
         if near := get_close_matches(unknown, fields, n=1):
             raise PolicyError(f"policy {name!r}: unknown parameter {unknown!r}; did you mean {near[0]!r}?") from None
         accepted = ", ".join(fields) or "none"
         raise PolicyError(f"policy {name!r}: {error}. Parameters it accepts: {accepted}.") from None
+    try:
+        return policy(checked)
+    except Exception as error:  # a package's policy may check more than bounds
+        raise PolicyError(f"policy {name!r} refuses its parameters: {error or type(error).__name__}") from error
+
+
+def finite(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters as they are.
+
+    Raises:
+        msgspec.ValidationError: one of them is infinite or not a number, which no bound of a field keeps out.
+    """
+    for key, value in params.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise msgspec.ValidationError(f"Expected a finite number, got {value} - at `$.{key}`")
+    return dict(params)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Final, Protocol
 
 import msgspec
 
+from policies.base import finite
 from policies.room import Room
 
 _MAX_LEFT: Final = 64  # entries of requests that left while they were held, beyond as many as are held
@@ -191,7 +192,7 @@ def create_order(name: str, params: Mapping[str, Any] | None = None) -> ReleaseO
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise OrderError(f"unknown release order {name!r}.{hint} Known orders: {', '.join(sorted(ORDERS))}.")
     try:
-        return order(msgspec.convert(dict(params or {}), order.Params))
+        return order(msgspec.convert(finite(params or {}), order.Params))
     except msgspec.ValidationError as error:
         accepted = ", ".join(order.Params.__struct_fields__) or "none"
         raise OrderError(f"release order {name!r}: {error}. Parameters it accepts: {accepted}.") from None

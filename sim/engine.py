@@ -109,6 +109,7 @@ class Simulation:
         holds = fleet.gateway.order != "none"
         fleets = [router.fleet for router in self.routers]
         self._holding: Holding | None = Holding(fleet.gateway, fleets, size) if holds else None
+        self._looking = False  # for room
         self._pieces = Pieces(trace, self.routers)
         self._apart = Disaggregation(fleet.disaggregation, fleet, size) if fleet.disaggregation else None
         self._replication = Replication(fleet.replication, fleet, size) if fleet.replication else None
@@ -127,8 +128,6 @@ class Simulation:
             self._at(failure.at_s, self._fail, failure)
         if self._replication is not None:
             self._at(self._replication.settings.interval_s, self._replicate)
-        if self._holding is not None and self._holding.makes_room:
-            self._at(LOOK_S, self._look_for_room)
         heap = self._heap
         while heap and not self.records.complete:
             at, _, action, argument = heappop(heap)
@@ -177,6 +176,8 @@ class Simulation:
         live = self._count(number, replica, dispatch, leg)
         if self._holding is None or self._holding.admits(live, request, self.now):
             self._deliver(live)
+        else:
+            self._look_soon()
 
     def _count(self, number: int, replica: int, dispatch: Dispatch, leg: Leg) -> Live:
         request = self.trace.requests[number]
@@ -311,6 +312,7 @@ class Simulation:
         assert self._holding is not None
         for following in self._holding.next_piece(live, self.trace.requests[live.job.number], self.now):
             self._at(self.now + BETWEEN_S * (following is live), self._deliver, following)
+        self._look_soon()
 
     def _go_on(self, number: int) -> None:
         """A request is over: the conversation goes on."""
@@ -338,10 +340,17 @@ class Simulation:
     def _look_for_room(self, _: None) -> None:
         """Those that wait for room may have waited for long enough, or their worker be at rest."""
         assert self._holding is not None
+        self._looking = False
         for following in self._holding.look(self.now):
             self._at(self.now, self._deliver, following)
-        if self._heap:  # otherwise nothing will ever happen again
-            self._at(self.now + LOOK_S, self._look_for_room)
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        """While somebody waits, look for room every now and then."""
+        assert self._holding is not None
+        if self._holding.makes_room and not self._looking and self._holding.waiting:
+            self._looking = True
+            self._at((self.now // LOOK_S + 1) * LOOK_S, self._look_for_room)
 
     # What is heard and seen of it
 

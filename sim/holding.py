@@ -94,6 +94,11 @@ class Holding:
         self._block_tokens = block_tokens
         self._turns: dict[Live, _Turn] = {}
 
+    @property
+    def waiting(self) -> bool:
+        """Whether anybody is held."""
+        return any(stile.waiting for stiles in self._stiles for stile in stiles)
+
     def admits(self, live: Live, request: SimRequest, now: float) -> bool:
         """Return whether a request, or its first piece, may go to its worker at once; else ``left`` will return it."""
         if self._piece_tokens and live.leg == "whole" and live.dispatch.source is None:

@@ -51,14 +51,14 @@ def admin_app(gateway: Gateway) -> FastAPI:
         """Every worker with its state and its row of the fleet view."""
         return [_describe(gateway, worker) for worker in gateway.registry.workers.values()]
 
-    @app.post("/admin/workers/{name}/drain")
+    @app.post("/admin/workers/{name:path}/drain")
     async def drain(name: str) -> dict[str, Any]:
         """Give a worker no new requests; those it has go on."""
         worker = _find(gateway, name)
         gateway.registry.set_state(worker, State.DRAINING)
         return _describe(gateway, worker)
 
-    @app.post("/admin/workers/{name}/undrain")
+    @app.post("/admin/workers/{name:path}/undrain")
     async def undrain(name: str) -> dict[str, Any]:
         """Take a drained worker back; it serves again after its next good probe."""
         worker = _find(gateway, name)

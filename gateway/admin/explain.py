@@ -11,7 +11,7 @@ from rich.table import Table
 
 from gateway.admin.explain_pairs import explain_pairs, print_pairs
 from gateway.admin.explain_pieces import explain_pieces, line_of
-from gateway.relay.route import find_residency, make_plan, prompt_path
+from gateway.relay.route import decide, find_residency, make_plan, prompt_path
 from gateway.relay.services import Services
 from policies.base import Tier
 
@@ -42,7 +42,7 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
     policy = copy.deepcopy(plan.policy)  # a look must not take a turn
     now = monotonic()
     services.ledger.advance(now)
-    decision = policy.decide(plan.request, candidates.fleet, residency, now)
+    decision = decide(services, policy, plan.request, candidates.fleet, residency, now)
     rows = decision.breakdown(candidates.fleet)
     for row, hit, tiers in zip(rows, residency.hit_tokens.tolist(), residency.by_tier.tolist(), strict=True):
         row["hit_tokens"] = hit
@@ -58,8 +58,8 @@ async def explain(services: Services, path: str, body: bytes) -> dict[str, Any]:
         "chunks": len(plan.request.chunks),
         "worker": candidates.fleet.names[decision.worker],
         "reason": decision.reason,
-        "expected_hit_tokens": decision.expected_hit_tokens,
-        "predicted_ttft_s": decision.predicted_ttft,
+        "expected_hit_tokens": int(decision.expected_hit_tokens),
+        "predicted_ttft_s": float(decision.predicted_ttft),
         "prefill": explain_pieces(services, plan, candidates.workers[decision.worker], decision),
         "candidates": rows,
     }
@@ -79,7 +79,6 @@ def print_explanation(explanation: dict[str, Any], console: Console) -> None:
         f"{explanation['expected_hit_tokens']:,} of {explanation['prompt_tokens']:,} prompt tokens cached, "
         f"first token in {explanation['predicted_ttft_s']:.3f} s",
         highlight=False,
-        markup=False,  # [fd00::1]:8000 is a worker
     )
     console.print(line_of(explanation["prefill"]), highlight=False)
     candidates = sorted(explanation["candidates"], key=lambda row: (not row["chosen"], row.get("cost", 0.0)))
@@ -90,7 +89,7 @@ def print_explanation(explanation: dict[str, Any], console: Console) -> None:
     for term in shown[0]:
         if term not in ("worker", "chosen") and any(row[term] for row in shown):
             table.add_row(term, *(_cell(row[term]) for row in shown))
-    console.print(table, markup=False)
+    console.print(table)
     if len(candidates) > len(shown):
         console.print(f"{len(candidates) - len(shown)} more candidates: --json prints them all")
 

@@ -100,7 +100,7 @@ def print_pairs(explained: dict[str, Any], console: Console) -> None:
     why = _WHY.get(explained["why"], "")
     if not why:
         why = f"break-even: {pairs[0]['cost']:.3f} s apart, {whole[0]['cost']:.3f} s whole"
-    console.print(f"{way} ({why})", highlight=False, markup=False)
+    console.print(f"{way} ({why})", highlight=False)
     if not pairs:
         return
     shown = [(f"{row['prefill']} → {row['decode']}", row) for row in pairs[:_MAX_PAIRS]]
@@ -111,4 +111,4 @@ def print_pairs(explained: dict[str, Any], console: Console) -> None:
     terms = [term for term in {**pairs[0], **whole[0]} if term not in ("prefill", "decode", "worker", "chosen")]
     for term in terms:
         table.add_row(term, *(f"{row[term]:.4g}" if term in row else "" for _, row in shown))
-    console.print(table, markup=False)
+    console.print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 
 from gateway.errors import BadRequest, GatewayError, NotFound, UnknownModel
@@ -55,6 +56,11 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(GatewayError)
     async def on_gateway_error(_: Request, error: GatewayError) -> Response:
         return Response(error.body(), error.status, media_type="application/json")
+
+    @app.exception_handler(RequestValidationError)
+    async def on_wrong_parameter(request: Request, error: RequestValidationError) -> Response:
+        mistakes = (f"{mistake['loc'][-1]}: {mistake['msg']}" for mistake in error.errors())
+        return await on_gateway_error(request, BadRequest("; ".join(mistakes)))
 
     @app.exception_handler(404)
     async def on_unknown_path(request: Request, _: Exception) -> Response:

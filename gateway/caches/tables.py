@@ -17,17 +17,16 @@ def print_lookup(answer: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"{answer['model']}: {answer['prompt_tokens']:,} prompt tokens in chunks of {answer['chunk_tokens']}{exact}",
         highlight=False,
-        markup=False,
     )
-    console.print(_holders("worker", answer["workers"]), markup=False)
+    console.print(_holders("worker", answer["workers"]))
     coordinator = answer["coordinator"]
     if coordinator is None:
         return
     if "problem" in coordinator:
-        console.print(f"LMCache: {coordinator['problem']}", highlight=False, markup=False)
+        console.print(f"LMCache: {coordinator['problem']}", highlight=False)
     else:
         console.print(f"LMCache, {coordinator['chunks']} chunks of its own:", highlight=False)
-        console.print(_holders("instance", coordinator["instances"]), markup=False)
+        console.print(_holders("instance", coordinator["instances"]))
 
 
 def print_stats(answer: Mapping[str, Any], console: Console) -> None:
@@ -44,7 +43,7 @@ def print_stats(answer: Mapping[str, Any], console: Console) -> None:
             age = "" if held["eviction_age_s"] is None else f"{held['eviction_age_s']:,.1f} s"
             table.add_row(name, tier, _number(held["tokens"]), _number(held["capacity_tokens"]), age, *last)
             name, last = "", []
-    console.print(table, markup=False)
+    console.print(table)
     if answer["coordinator"] is not None:
         console.print("LMCache:", highlight=False)
         console.print_json(data=answer["coordinator"])
@@ -56,7 +55,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     table = Table(*columns)
     for row in rows:
         table.add_row(*("" if row.get(column) is None else str(row[column]) for column in columns))
-    console.print(table, markup=False)
+    console.print(table)
 
 
 def _holders(head: str, rows: Sequence[Mapping[str, Any]]) -> Table:

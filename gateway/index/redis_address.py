@@ -52,6 +52,8 @@ def parse_url(url: str) -> Place:
     if protocol == "unix":
         server = _server(url, rest.rpartition("@")[2])
         return Place(kind, path=server["path"], **_login(server))
+    if set(rest.rpartition("@")[0]) & set("/?#"):
+        raise ConfigError("index.url: in a user or password, / ? # are written %2F %3F %23")
     network, _, db = rest.partition("/")
     user, at, hosts = network.rpartition("@")
     service = ""
@@ -61,8 +63,10 @@ def parse_url(url: str) -> Place:
             raise ConfigError("index.url: name the service that the Sentinels watch, as in .../mymaster")
     elif kind == "cluster" and db not in ("", "0"):
         raise ConfigError("index.url: a cluster has no database but 0")
+    if "?" in db:
+        raise ConfigError("index.url: what comes behind the ? is set by keys of their own, such as index.password")
     if db and not db.isdecimal():
-        raise ConfigError(f"index.url: {db!r} is not the number of a database; other settings are keys of their own")
+        raise ConfigError(f"index.url: {db!r} is not the number of a database")
     servers = [_server(f"{protocol}://{user}{at}{host}/{db}", host) for host in hosts.split(",")]
     if kind == "one" and len(servers) > 1:
         raise ConfigError("index.url: for several servers, write redis+sentinel:// or redis+cluster://")

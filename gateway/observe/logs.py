@@ -15,7 +15,7 @@ from gateway.config import LogConfig
 from gateway.observe.record import RequestRecord
 
 _MAX_PATH: Final = 256
-_SECRET: Final = re.compile(r"(://[^:@/\s]*:)[^@/\s]*(?=@)|\b(bearer\s+)\S+|\bsk-[\w-]{8,}", re.IGNORECASE)
+_SECRET: Final = re.compile(r"(://[^:@/\s]*:)[^/\s]*(?=@)|\b(bearer\s+)\S+|\bsk-[\w-]{8,}", re.IGNORECASE)
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 

@@ -20,6 +20,7 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 _DECISION_SECONDS: Final = (5e-05, 1e-04, 2e-04, 5e-04, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _MAX_SERIES: Final = 10_000  # pairs of model and worker; beyond, they are counted together as "other"
 _OTHER: Final = ("other", "other")
+_MAX_REASONS: Final = 100  # of decisions; a package's policy may make up any number of them
 
 
 class _Series:
@@ -122,7 +123,8 @@ class Observer:
         if record.routed_at:
             self._decision.observe(record.routed_at - record.received_at)
             if record.worker:
-                self._decisions[record.reason] += 1
+                known = record.reason in self._decisions or len(self._decisions) < _MAX_REASONS
+                self._decisions[record.reason if known else "other"] += 1
         predicted = record.predicted_hit_tokens
         series.prompt_tokens += record.prompt_tokens
         series.predicted_tokens += predicted

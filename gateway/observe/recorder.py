@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO, Final
 
@@ -163,7 +165,7 @@ class Recorder:
 
     def _write(self, batch: Sequence[RequestRecord]) -> None:
         try:
-            if self._file is None or self._file.tell() >= self._config.max_file_bytes:
+            if self._file is None or self._file.tell() >= self._config.max_file_bytes or _is_removed(self._file):
                 self._open()
             assert self._file is not None
             self._file.write(b"".join(_encode(self._line(record)) + b"\n" for record in batch))
@@ -197,7 +199,7 @@ class Recorder:
         self._number += 1
         self._file.write(_encode(head) + b"\n")
         files = [file for file in self._directory.iterdir() if _FILE_NAME.fullmatch(file.name)]
-        files.sort(key=lambda file: file.stat().st_mtime)
+        files.sort(key=_written_at)
         for file in files[: -self._config.max_files]:
             file.unlink(missing_ok=True)
 
@@ -222,3 +224,16 @@ class Recorder:
     def _id(self, value: bytes) -> int:
         digest = hashlib.blake2b(value, digest_size=8, key=self._key).digest()
         return int.from_bytes(digest, "little") & _ID_MASK
+
+
+def _is_removed(file: BinaryIO) -> bool:
+    """Return whether nobody can find a file any more: another process that records there may take it for an old one."""
+    return os.fstat(file.fileno()).st_nlink == 0
+
+
+def _written_at(file: Path) -> float:
+    """Return when a file was last written to, 0 where another process has just removed it."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

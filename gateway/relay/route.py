@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import count
+from operator import index
 from random import random
 from time import monotonic
 from typing import Final, get_args
@@ -314,9 +315,12 @@ async def find_residency(
 def decide(
     services: Services, policy: Policy, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float
 ) -> Decision:
-    """Ask a policy; one that fails is answered for by load."""
+    """Ask a policy; one that fails, or chooses none of the candidates, is answered for by load."""
     try:
-        return policy.decide(request, fleet, residency, now)
+        decision = policy.decide(request, fleet, residency, now)
+        if not (0 <= index(decision.worker) < len(fleet.names) and isinstance(decision.reason, str)):
+            raise ValueError(f"worker {decision.worker} of {len(fleet.names)}, reason {decision.reason!r}")
+        return decision
     except Exception:
         services.complain("policy %r failed; requests go by load", policy.name)
         return Decision(int(np.argmin(fleet.running)), reason="policy_failed")

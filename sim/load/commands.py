@@ -166,17 +166,17 @@ def _print(result: LoadResult, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result.summary))
         return
-    console = Console()
-    console.print(f"{result.summary['scenario']} against {result.summary['url']}", highlight=False, markup=False)
+    console = Console(markup=False)
+    console.print(f"{result.summary['scenario']} against {result.summary['url']}", highlight=False)
     table = Table("")
     table.add_column(result.summary["model"], justify="right")
     for name, value in figures(result.summary):
         table.add_row(name, value)
-    console.print(table, markup=False)
+    console.print(table)
     for step in result.summary.get("ramp", ()):
         console.print(
             f"{step['users']:>5} users: {step['requests_per_s']:.2f} requests/s, TTFT p90 {step['ttft_p90_s']:.3f} s",
             highlight=False,
         )
     for remark in remarks(result.summary):
-        console.print(remark, style="bold", highlight=False, markup=False)
+        console.print(remark, style="bold", highlight=False)

@@ -217,6 +217,8 @@ async def test_what_engines_alone_cannot_do_and_what_is_mistaken_is_told(admin: 
         ("prefetch", PROMPT, {"worker": "nobody"}, 404),
         ("prefetch", {"model": MODEL, "prompt": "short"}, {"worker": "worker-0"}, 501),
         ("prefetch", PROMPT, {"worker": "worker-0", "by": "coordinator"}, 501),
+        ("prefetch", PROMPT, {"worker": "worker-0", "by": "magic"}, 400),
+        ("prefetch", PROMPT, {}, 400),
     ]
     for verb, body, parameters, status in mistakes:
         assert (await refusal(admin, verb, body, **parameters))[0] == status, (verb, body)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -16,7 +17,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.app import Gateway
-from gateway.config import Config
+from gateway.config import Config, WorkerConfig
+from gateway.fleet.registry import Worker
 from sim.server import SimWorker, WorkerSettings
 from tests.gateway_rig import FILES, MODEL, STORY, admin_of, fleet, ready, until
 
@@ -222,6 +224,15 @@ async def test_a_drained_worker_gets_no_new_requests(
     assert (await admin.post("/admin/workers/worker-0/undrain")).json()["state"] == "starting"
     await until(lambda: len(ready(gateway)) == 2)
     assert (await admin.post("/admin/workers/nobody/drain")).status_code == 404
+
+
+async def test_a_worker_of_any_name_can_be_drained(gateway: Gateway, admin: httpx.AsyncClient) -> None:
+    name = "a/b?c%d"
+    gateway.registry.add(Worker.from_config(WorkerConfig(url="http://127.0.0.1:1", name=name)))
+    for verb, state in (("drain", "draining"), ("undrain", "starting")):
+        answer = await admin.post(f"/admin/workers/{quote(name, safe='')}/{verb}")
+        assert (answer.json()["name"], answer.json()["state"]) == (name, state)
+    gateway.registry.remove(name)
 
 
 async def test_the_admin_config_shows_no_password() -> None:

@@ -76,6 +76,15 @@ async def test_explain_explains_the_policy_that_decides(admin: httpx.AsyncClient
     assert "queue_s" in explained.json()["candidates"][0]
 
 
+async def test_explain_says_that_a_policy_fails(
+    gateway: Gateway, admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(gateway.services.policies.default), "decide", None)
+    explained = (await admin.post("/admin/explain", json={"model": MODEL, "prompt": STORY})).json()
+    assert (explained["policy"], explained["reason"]) == ("round-robin", "policy_failed")
+    assert explained["worker"] in ("worker-0", "worker-1")
+
+
 MISTAKES: list[tuple[Any, int, str]] = [
     ({"name": "stiky"}, 400, "unknown policy 'stiky'. Did you mean 'sticky'? Known policies: burst-colocation"),
     ({"name": "sticky", "params": {"gap": 1}}, 400, "Parameters it accepts: hit_threshold, max_gap_s"),

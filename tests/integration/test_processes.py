@@ -117,6 +117,12 @@ async def test_without_redis_or_the_embedded_valkey_the_message_says_what_to_do(
         await supervise(Config(), 2)
 
 
+async def test_processes_that_would_remove_each_others_recordings_are_refused(tmp_path: Path) -> None:
+    config = Config.model_validate({"recorder": {"directory": tmp_path, "max_files": 2}})
+    with pytest.raises(ConfigError, match=r"recorder\.max_files: 3 processes"):
+        await supervise(config, 3)
+
+
 async def _joined(client: httpx.AsyncClient, running_service: Service) -> bool:
     """Whether both processes answer on their admin ports and know of each other."""
     assert running_service.process.poll() is None

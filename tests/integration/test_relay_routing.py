@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -50,6 +51,16 @@ class Watching:
 class Failing(Watching):
     def decide(self, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float) -> Decision:
         raise ZeroDivisionError
+
+
+class Answering(Watching):
+    """A policy that decides the same whatever it is asked."""
+
+    def __init__(self, decision: Any) -> None:
+        self.decision = decision
+
+    def decide(self, request: RoutingRequest, fleet: FleetView, residency: Residency, now: float) -> Decision:
+        return self.decision
 
 
 async def ask(rig: Rig, raw: bytes) -> Message:
@@ -341,6 +352,21 @@ async def test_without_a_worker_the_answer_is_503_with_retry_after() -> None:
 async def test_a_policy_that_fails_costs_the_choice_not_the_request(caplog: pytest.LogCaptureFixture) -> None:
     async with worker() as first, worker() as second, relay([first, second]) as rig:
         rig.services.policies.default = Failing()
+        assert (await ask(rig, chat())).status == 200
+        assert (await rig.settled()).reason == "policy_failed"
+        assert "watching" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [None, Decision(2), Decision(-1), Decision(cast("int", 0.0)), Decision(0, reason=cast("str", None))],
+    ids=["nothing", "beyond the last", "before the first", "no number", "no reason"],
+)
+async def test_a_policy_that_chooses_none_of_the_candidates_costs_the_choice_not_the_request(
+    decision: Decision | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with worker() as first, worker() as second, relay([first, second]) as rig:
+        rig.services.policies.default = Answering(decision)
         assert (await ask(rig, chat())).status == 200
         assert (await rig.settled()).reason == "policy_failed"
         assert "watching" in caplog.text

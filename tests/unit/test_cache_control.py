@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 
 from gateway.cache_commands import has_come_whole, is_cleared, read_prompt
-from gateway.caches.tables import print_lookup, print_rows, print_stats
 from gateway.events.ages import EvictionAges
 
 CHUNKS = [bytes([0] * 15 + [last]) for last in range(256)]
@@ -74,16 +72,3 @@ def test_the_age_of_chunks_is_that_at_which_they_are_evicted() -> None:
     ages.stored(CHUNKS[128:], 100.0)  # written again, they are young again
     ages.evicted(CHUNKS[128:], 101.0)
     assert ages.median_s == 15.5
-
-
-def test_workers_with_ipv6_addresses_are_shown_with_them(capsys: pytest.CaptureFixture[str]) -> None:
-    worker = "[fd00::1]:8000"
-    held = {f"{tier}_tokens": 256 for tier in ("hit", "hbm", "host", "disk", "remote")}
-    prompt = {"model": "m", "prompt_tokens": 300, "chunk_tokens": 256, "exact": True, "coordinator": None}
-    tier = {"tokens": 256, "capacity_tokens": None, "eviction_age_s": None}
-    stats = {"worker": worker, "tiers": {"hbm": tier}, "kv_usage": None, "hit_rates": {}, "drift": None}
-    console = Console(width=80)
-    print_lookup({**prompt, "workers": [{"worker": worker, **held}]}, console)
-    print_stats({"workers": [stats], "coordinator": None}, console)
-    print_rows([{"worker": worker, "cleared": True}], console)
-    assert capsys.readouterr().out.count(worker) == 3

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -22,23 +25,32 @@ def kvway(*words: str | Path) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-@pytest.fixture
-def stranger() -> Iterator[str]:
-    """An HTTP server that is no gateway."""
+@contextmanager
+def answering(status: int, body: Any) -> Iterator[str]:
+    """Run an HTTP server that answers everything with the same; yields its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.send_response(404)
+            self.send_response(status)
             self.end_headers()
-            self.wfile.write(b'{"detail":"Not Found"}')
+            self.wfile.write(json.dumps(body).encode())
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """An HTTP server that is no gateway."""
+    with answering(404, {"detail": "Not Found"}) as url:
+        yield url
 
 
 def test_check_accepts_a_usable_configuration(tmp_path: Path) -> None:
@@ -74,6 +86,14 @@ def test_an_unusable_certificate_ends_the_start(tmp_path: Path) -> None:
     result = kvway("serve", "--config", file)
     assert result.exit_code == 2
     assert "not a usable certificate" in result.output
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "[::1]"])
+def test_a_host_that_nobody_can_listen_on_ends_the_start(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVWAY_SERVER", f"{{host: '{host}', port: 0, admin_port: 0}}")
+    result = kvway("serve")
+    assert result.exit_code == 2
+    assert result.output.startswith(f"kvway: cannot listen on {host}:0: ")
 
 
 @pytest.mark.parametrize("admin", ["http://127.0.0.1:1", "http://a..b", "nowhere"])
@@ -125,17 +145,31 @@ def test_an_explanation_can_be_read_at_eighty_columns(capsys: pytest.CaptureFixt
     assert "2 more candidates" in printed
 
 
-def test_a_worker_with_an_ipv6_address_is_shown_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    worker = "[fd00::1]:8000"
+@pytest.mark.parametrize("name", ["[fe80::1]:8000", "[/b]", "[red]"])
+def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "request.json"
+    file.write_text("{}")
+    held = {"worker": name, "chosen": True, "hit_tokens": 4}
     explanation = {
-        "worker": worker,
-        "policy": "expected-cost",
-        "reason": "load",
-        "expected_hit_tokens": 0,
-        "prompt_tokens": 700,
-        "predicted_ttft_s": 0.25,
-        "prefill": {"pieces": 1, "why_whole": "short"},
-        "candidates": [{"worker": worker, "chosen": True, "cost": 0.1}],
+        "worker": name,
+        "policy": "sticky",
+        "reason": "hit",
+        "expected_hit_tokens": 4,
+        "prompt_tokens": 8,
+        "predicted_ttft_s": 0.1,
+        "prefill": {"pieces": 0, "why_whole": "short"},
+        "candidates": [held],
     }
-    print_explanation(explanation, Console(width=80))
-    assert capsys.readouterr().out.count(worker) == 2
+    with answering(200, explanation) as url:
+        assert kvway("explain", file, "--admin", url).output.count(name) == 2
+    held |= {"hbm_tokens": 4, "host_tokens": 0, "disk_tokens": 0, "remote_tokens": 0}
+    found = {
+        "model": name,
+        "prompt_tokens": 8,
+        "chunk_tokens": 4,
+        "exact": True,
+        "workers": [held],
+        "coordinator": None,
+    }
+    with answering(200, found) as url:
+        assert kvway("cache", "lookup", file, "--admin", url).output.count(name) == 2

@@ -121,6 +121,10 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
             "kvway.yaml: models.llama.chat_template: /nowhere does not exist",
         ),
         (
+            "replication: {domains: 1000000}",  # a metric has a label for each
+            "kvway.yaml: replication.domains: must be less than or equal to 64, not 1000000",
+        ),
+        (
             "models: {llama: {tokenizer: /a, hub: b/c}}",
             "kvway.yaml: models.llama: tokenizer and hub exclude each other",
         ),
@@ -201,6 +205,22 @@ def test_bad_yaml_is_told_with_line_and_column(mistakes):
     (line,) = mistakes("server:\n  port: 1\n bad: [")
     assert line.startswith("kvway.yaml: is not valid YAML: ")
     assert line.endswith("(line 3, column 2)")
+
+
+@pytest.mark.parametrize("value", ["2001-99-99", "0x_", "!!int x", "9" * 5000])
+def test_what_looks_like_a_date_or_a_number_and_is_none_is_told_with_line_and_column(mistakes, value):
+    (line,) = mistakes(f"server:\n  port: {value}")
+    assert line.startswith("kvway.yaml: is not valid YAML: ")
+    assert line.endswith("(line 2, column 9)")
+    (line,) = mistakes(KVWAY_SERVER__PORT=value)
+    assert line.startswith("KVWAY_SERVER__PORT: is not a valid value: ")
+
+
+def test_yaml_nested_beyond_all_measure_is_told(mistakes):
+    (line,) = mistakes("server: " + "[" * 3000)
+    assert line.startswith("kvway.yaml: is not valid YAML: ")
+    (line,) = mistakes(KVWAY_SERVER="[" * 3000)
+    assert line.startswith("KVWAY_SERVER: is not a valid value: ")
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "42"])
@@ -373,6 +393,14 @@ def test_configuration_does_not_change_after_loading(load):
 def test_a_model_takes_its_own_settings_then_the_default_ones():
     config = Config.model_validate({"models": {"a": {"source": "engine"}, "*": {"source": "bytes"}}})
     assert [config.model_config_for(model).source for model in ("a", "b")] == ["engine", "bytes"]
+
+
+@pytest.mark.parametrize("password", ["secret", "a@secret", "a/secret", "a:secret"])
+def test_the_password_in_a_url_is_masked_whatever_it_holds(mistakes, password):
+    config = Config.model_validate({"index": {"url": f"redis://user:{password}@host"}})
+    assert config.masked()["index"]["url"] == "redis://user:***@host"
+    (line,) = mistakes(f"index: {{url: 'rdis://user:{password}@host'}}")
+    assert "secret" not in line
 
 
 def test_the_passwords_of_the_index_are_masked():

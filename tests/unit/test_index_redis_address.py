@@ -15,6 +15,7 @@ from gateway.index.redis_address import Place, parse_url
         ("redis://h:1/2", Place("one", (("h", 1),), db=2)),
         ("rediss://[::1]:1", Place("one", (("::1", 1),), tls=True)),
         ("redis://:p%40ss@h", Place("one", (("h", 6379),), password="p@ss")),
+        ("redis://me:p@ss@h", Place("one", (("h", 6379),), username="me", password="p@ss")),
         ("redis://me:p@h", Place("one", (("h", 6379),), username="me", password="p")),
         ("unix:///a/b.sock?db=3", Place("one", path="/a/b.sock", db=3)),
         (
@@ -38,6 +39,12 @@ def test_urls_are_understood(url: str, place: Place) -> None:
         ("redis://:secret@h/0?ssl_cert_reqs=none", "keys of their own"),
         ("redis+sentinel://:secret@h", "service"),
         ("redis+cluster://:secret@h/1", "database"),
+        ("redis://h/0?password=secret", "keys of their own"),
+        ("redis+sentinel://h/main/0?password=secret", "keys of their own"),
+        ("redis://:a/secret@h/0", "%2F"),
+        ("redis+sentinel://:a/secret@h/main", "%2F"),
+        ("redis://:secret?a@h", "%3F"),
+        ("redis://:secret#a@h", "%23"),
     ],
 )
 def test_what_is_wrong_with_a_url_is_told_without_its_password(url: str, what: str) -> None:

@@ -176,6 +176,7 @@ def test_the_text_form_of_a_log_record():
     [
         ("cannot reach redis://user:hunter2@host:6379/0", "hunter2"),
         ("redis://:hunter2@host", "hunter2"),
+        ("redis://:a@hunter2@host", "hunter2"),
         ("header was Authorization: Bearer abc.def.ghi", "abc.def.ghi"),
         ("key sk-abcdefghijkl was used", "sk-abcdefghijkl"),
     ],

@@ -155,6 +155,16 @@ def test_the_number_of_series_is_bounded(observer, monkeypatch):
     assert found["other", "other", "ok", "200"] == 7
 
 
+def test_the_number_of_reasons_is_bounded(observer, monkeypatch):
+    monkeypatch.setattr(observer_module, "_MAX_REASONS", 3)
+    for number in range(10):
+        observer.finish(make_record(reason=f"hit of {number}"))
+    observer.finish(make_record(reason="hit of 0"))
+    found = samples(observer)["kvway_decisions_total"]
+    assert len(found) == 4
+    assert (found["hit of 0",], found["other",]) == (2, 7)
+
+
 def test_label_values_may_hold_any_character(observer):
     observer.finish(make_record(model='a"b\\c\nd{}=,é'))
     assert ('a"b\\c\nd{}=,é', "a", "ok", "200") in samples(observer)["kvway_requests_total"]

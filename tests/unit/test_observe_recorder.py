@@ -114,6 +114,26 @@ async def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
     assert recorder.written == 240
 
 
+async def test_several_recorders_in_one_directory_lose_only_what_was_in_the_files_removed(tmp_path: Path) -> None:
+    config = RecorderConfig(directory=tmp_path, max_file_bytes=4096, max_files=2)
+    quiet, busy = Recorder(config, chunk_tokens=4), Recorder(config, chunk_tokens=4)
+    await quiet.start()
+    await busy.start()
+    for _ in range(3):
+        for _ in range(30):
+            busy.record(make_record(FORTY_TOKENS))
+        await busy._flush()
+    quiet.record(make_record(FORTY_TOKENS, session="quiet"))
+    await quiet.close()
+    await busy.close()
+    assert sum("session" in line for lines in read(tmp_path) for line in lines) == 1
+
+
+async def test_a_file_that_another_process_is_just_removing_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "kvway-20260101T000000Z-00000000-000000.jsonl").symlink_to("removed")
+    assert (await record(tmp_path, [make_record(FORTY_TOKENS)])).written == 1
+
+
 async def test_other_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "kvway.yaml").write_text("mine")
     await record(tmp_path, [make_record(FORTY_TOKENS)], max_files=1)

@@ -1,4 +1,5 @@
 import re
+from math import inf
 
 import numpy as np
 import pytest
@@ -94,6 +95,10 @@ def test_a_policy_without_parameters_says_so():
         ("sticky", {"hit_threshold": 0}),
         ("sticky", {"balance": "tokens"}),
         ("weighted", {"prefix": -3}),
+        ("random", {"seed": -1}),
+        ("expected-cost", {"load_factor": inf}),
+        ("sticky", {"max_gap_s": inf}),
+        ("weighted", {"prefix": inf}),
     ],
 )
 def test_a_parameter_out_of_range_names_policy_and_parameter(policy, params):

@@ -1,3 +1,5 @@
+from math import inf
+
 import pytest
 
 from policies.order import Held, OrderError, Turnstile, create_order
@@ -130,6 +132,7 @@ def test_several_small_requests_follow_one_large_one():
         ("least-wrok", {}, "Did you mean 'least-work'"),
         ("least-work", {"agening": 1}, "accepts: ageing"),
         ("least-work", {"ageing": -1}, "ageing"),
+        ("least-work", {"ageing": inf}, "a finite number, got inf - at `\\$.ageing`"),
         ("fifo", {"ageing": 1}, "accepts: none"),
     ],
 )

@@ -75,7 +75,11 @@ def test_a_packages_policy_cannot_replace_one_of_kvway(install):
     [
         ("import nowhere_to_be_found", "cannot be loaded from my_package:Mine: No module named 'nowhere_to_be_found'"),
         ("class Other: pass", "cannot be loaded from my_package:Mine: .*no attribute 'Mine'"),
-        ("class Mine: pass", "my_package:Mine is no policy: 'mine' needs Params"),
+        ("class Mine: pass", "my_package:Mine is no policy: 'mine' needs name, Params"),
+        (
+            "from policies.base import NoParams\nclass Mine:\n    Params = NoParams\n    def decide(self): pass",
+            "my_package:Mine is no policy: 'mine' needs name, Params",
+        ),
     ],
 )
 def test_a_broken_package_is_named_and_leaves_other_policies_alone(install, code, message):
@@ -84,3 +88,10 @@ def test_a_broken_package_is_named_and_leaves_other_policies_alone(install, code
     assert create_policy("least-work").name == "least-work"
     with pytest.raises(PolicyError, match=message):
         create_policy("mine")
+
+
+def test_parameters_that_a_packages_policy_refuses_are_a_mistake_in_the_configuration(install):
+    code, points = example()
+    install(code.replace("self._weight =", "self._weight = 1 /"), points)
+    with pytest.raises(PolicyError, match="policy 'sticky-first' refuses its parameters: float division by zero"):
+        create_policy("sticky-first", {"hit_weight": 0})
