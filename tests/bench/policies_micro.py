@@ -37,7 +37,7 @@ FLEETS = (8, 64, 1000)
 LISTS_UP_TO = 24
 """The index gives what small fleets hold as lists, what large ones hold as arrays."""
 SITUATIONS = 16
-ROUNDS = 60
+ROUNDS = 400  # virtual machines are slower for seconds at a time
 HELD = 1000
 RELEASES = 200
 RELEASE_ROUNDS = 20
