@@ -8,7 +8,7 @@ that cuts the run short. Policies are those of ``policies``, called as the gatew
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -298,14 +298,16 @@ class Simulation:
         self.routers[live.replica].end(live.dispatch, self.now)
         self._tell_others(live.replica, lambda router: router.hear_end(number, self.now))
         if self._holding is not None:
-            for following in self._holding.ended(live, self.now):
-                self._at(self.now, self._deliver, following)
+            self._let_go(self._holding.ended(live, self.now))
 
     def _release(self, live: Live) -> None:
         """Let go what was held behind a request."""
         if self._holding is not None:
-            for following in self._holding.left(live, self.now):
-                self._at(self.now, self._deliver, following)
+            self._let_go(self._holding.left(live, self.now))
+
+    def _let_go(self, held: Iterable[Live]) -> None:
+        for following in held:
+            self._at(self.now, self._deliver, following)
 
     def _go_on_in_pieces(self, live: Live) -> None:
         """A piece of a request is computed: what follows it waits for its turn."""
@@ -341,8 +343,7 @@ class Simulation:
         """Those that wait for room may have waited for long enough, or their worker be at rest."""
         assert self._holding is not None
         self._looking = False
-        for following in self._holding.look(self.now):
-            self._at(self.now, self._deliver, following)
+        self._let_go(self._holding.look(self.now))
         self._look_soon()
 
     def _look_soon(self) -> None:

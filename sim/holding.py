@@ -13,7 +13,7 @@ from policies.base import COLUMNS, FleetView
 from policies.cost import prefill_seconds
 from policies.order import Held, Turnstile, create_order
 from policies.pieces import has_room, piece_ends
-from policies.room import Ends, Room, is_lost
+from policies.room import Ends, Room
 from sim.fleet import GatewaySettings
 from sim.jobs import Job
 from sim.requests import SimRequest
@@ -150,9 +150,9 @@ class Holding:
     def _lost_tokens(self, live: Live, request: SimRequest) -> int:
         flight, ends = live.dispatch.flight, self._ends[live.replica]
         room = self._stiles[live.replica][live.dispatch.worker].room
-        lost = is_lost(flight.prompt_tokens, flight.uncached_tokens, request.chunks, ends)
-        ends.add(request.chunks)
-        return room.tokens_beside(request.chunks) if lost and room is not None else 0
+        if room is None:
+            return 0
+        return room.lost_tokens(flight.prompt_tokens, flight.uncached_tokens, request.chunks, ends)
 
     def _enter(self, live: Live, request: SimRequest, held_at: float, now: float, lost_tokens: int = 0) -> bool:
         flight, stile = live.dispatch.flight, self._look(live.replica, live.dispatch.worker, now)

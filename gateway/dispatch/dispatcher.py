@@ -18,7 +18,7 @@ from gateway.observe.observer import Observer
 from policies.base import COLUMNS, RoutingRequest
 from policies.cost import prefill_seconds
 from policies.order import Held, Turnstile, create_order
-from policies.room import Ends, Room, is_lost
+from policies.room import Ends, Room
 
 _PENDING_TOKENS: Final = COLUMNS.index("pending_prefill_tokens")
 _CAPACITY: Final = COLUMNS.index("kv_capacity_tokens")
@@ -115,7 +115,8 @@ class Dispatcher:
         piece = self._turns.get(flight)  # the one before, which is done
         turn = _Turn(flight, line, request, now if piece is None else piece.held_at, piece_tokens)
         if piece is None and line.stile.room is not None:
-            turn.lost_tokens = self._lost_tokens(flight, request, line.stile.room)
+            prompt_tokens, uncached_tokens = flight.prompt_tokens, flight.uncached_tokens
+            turn.lost_tokens = line.stile.room.lost_tokens(prompt_tokens, uncached_tokens, request.chunks, self._ends)
         self._look(line, now)
         if piece is None and line.stile.waiting >= self._config.max_held and line.worker.row >= 0:
             self.refused += 1
@@ -193,11 +194,6 @@ class Dispatcher:
             self._look(line, monotonic())
             line.stile.room.end(flight, prefill_seconds(flight.prompt_tokens, 0, a, b, c))
             self._release(line)
-
-    def _lost_tokens(self, flight: Flight, request: RoutingRequest, room: Room[bytes]) -> int:
-        lost = is_lost(flight.prompt_tokens, flight.uncached_tokens, request.chunks, self._ends)
-        self._ends.add(request.chunks)
-        return room.tokens_beside(request.chunks) if lost else 0
 
     def _look(self, line: _Line, now: float) -> None:
         """Bring a turnstile's budget and its room up to date."""
