@@ -23,7 +23,6 @@ _KEY_LIFE_S: Final = 5
 _HOLDERS: Final = 20  # of the chunk that is written: too many for a list of them
 _PAUSE_S: Final = 0.1
 _ANSWERS: Final = 10  # of the server, about
-_OURSELVES: Final = "check"
 
 
 async def look_at_redis(config: IndexConfig, notes: Notebook, timeout_s: float) -> None:
@@ -73,12 +72,13 @@ async def _look_at_server(redis: RedisClient, notes: Notebook, where: str) -> bo
 
 async def _look_at_namespace(config: IndexConfig, notes: Notebook, timeout_s: float) -> None:
     namespace = config.namespace
-    trial = {"namespace": f"{namespace}:check:{uuid4().hex}", "ttl_s": _KEY_LIFE_S}
-    index, sharing = RedisStore(config.model_copy(update=trial)), SharingStore(config, _OURSELVES)
+    ourselves = uuid4().hex  # another replica each time: what one tells is numbered, and gaps are noticed
+    trial = {"namespace": f"{namespace}:check:{ourselves}", "ttl_s": _KEY_LIFE_S}
+    index, sharing = RedisStore(config.model_copy(update=trial)), SharingStore(config, ourselves)
     try:
         async with asyncio.timeout(_ANSWERS * timeout_s):
-            same = await _write_and_read(index)
-            await _come_and_go(sharing)
+            same = await _write_and_read(index, ourselves)
+            await _come_and_go(sharing, ourselves)
     except UNREACHABLE as error:
         message = f"keys that begin with {namespace}: cannot be used: {error or type(error).__name__}"
         notes.problem("namespace", message, _mend(error, namespace))
@@ -92,22 +92,22 @@ async def _look_at_namespace(config: IndexConfig, notes: Notebook, timeout_s: fl
         notes.problem("namespace", "a key that was written reads otherwise", "is index.url a replica, or a proxy?")
 
 
-async def _write_and_read(index: RedisStore) -> bool:
+async def _write_and_read(index: RedisStore, owner: str) -> bool:
     """Store a chunk for many slots, and remove it; True if it reads as it was written."""
     await index.renew({}, begin=False)
-    slot = await index.claim(_OURSELVES)
+    slot = await index.claim(owner)
     chunk = uuid4().bytes
     await index.write({(holder, 1): tagged([chunk], chunk) for holder in range(_HOLDERS)})
     masks = list(await index.read([chunk], chunk))
     await index.write({(holder, 0): tagged([chunk], chunk) for holder in range(_HOLDERS)})
-    await index.free(slot, _OURSELVES)
+    await index.free(slot, owner)
     return masks == [(sum(1 << N_TIERS * holder for holder in range(_HOLDERS)), 1)]
 
 
-async def _come_and_go(sharing: SharingStore) -> None:
+async def _come_and_go(sharing: SharingStore, replica: str) -> None:
     """Be a replica that leaves, which the others forget at once, and listen for a moment."""
     await sharing.beat({}, life_s=0)
-    await sharing.tell(encode(News(_OURSELVES, whole=True, loads={}, leaving=True)))
+    await sharing.tell(encode(News(replica, whole=True, loads={}, leaving=True)))
     try:
         await anext(sharing.listen(_PAUSE_S))
     except TimeoutError:  # nobody has said anything

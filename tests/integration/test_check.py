@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 import yaml
@@ -285,6 +286,17 @@ async def test_a_redis_that_lets_us_do_only_some_of_what_we_do_is_a_problem(serv
         async with simulated() as worker:
             findings = await findings_of(config_of(worker, index={"backend": "redis", "url": valkey.url}))
     assert mend in problems(findings)["namespace"].mend
+
+
+async def test_each_check_is_a_replica_of_its_own_as_the_others_would_miss_what_one_had_told() -> None:
+    with Valkey() as valkey, redis.Redis.from_url(valkey.url) as admin, admin.pubsub() as heard:
+        heard.subscribe("kvway:news")
+        async with simulated() as worker:
+            for _ in range(2):
+                await findings_of(config_of(worker, index={"backend": "redis", "url": valkey.url}))
+        told = [message for _ in range(3) if (message := heard.get_message(timeout=5))]
+    replicas = {msgspec.msgpack.decode(message["data"])[0] for message in told if message["type"] == "message"}
+    assert len(replicas) == 2
 
 
 async def test_a_node_of_a_cluster_taken_for_a_server_is_a_problem_and_the_cluster_is_none() -> None:
