@@ -40,8 +40,8 @@ from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.downstream import make_protocol
 from gateway.relay.policies import Policies
 from gateway.relay.polls import PollClient
+from gateway.relay.pool import UpstreamPool
 from gateway.relay.services import Services
-from gateway.relay.upstream import UpstreamPool
 from gateway.replication.replicator import Replicator
 from gateway.replication.seen import SeenPrompts
 from gateway.serving import Server

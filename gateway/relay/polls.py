@@ -10,8 +10,9 @@ from gateway.fleet.credentials import credentials
 from gateway.fleet.polling import MAX_ANSWER_BYTES, FetchFailed, system_authorities
 from gateway.fleet.registry import Registry, Worker
 from gateway.relay.head import field_lines
+from gateway.relay.pool import UpstreamPool
 from gateway.relay.retry import Failure
-from gateway.relay.upstream import Upstream, UpstreamPool
+from gateway.relay.upstream import Upstream
 from gateway.relay.whole import WholeAnswer
 
 

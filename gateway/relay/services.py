@@ -20,9 +20,9 @@ from gateway.prompt.pipeline import PromptPipeline
 from gateway.relay.fetches import FetchRates
 from gateway.relay.handovers import HandOverBook
 from gateway.relay.policies import Policies
+from gateway.relay.pool import UpstreamPool
 from gateway.relay.retry import RetryBudget
 from gateway.relay.sweeper import Sweeper
-from gateway.relay.upstream import UpstreamPool
 from gateway.replication.seen import SeenPrompts
 from gateway.sharing.news import Outbox
 

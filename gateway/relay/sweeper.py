@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Final, Protocol
 
-from gateway.relay.upstream import UpstreamPool
+from gateway.relay.pool import UpstreamPool
 
 TICK_S: Final = 0.25
 _AT_ONCE: Final = 100  # connections, before others have their turn on the event loop: thousands take milliseconds

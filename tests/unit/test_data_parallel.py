@@ -7,7 +7,7 @@ from gateway.events.sources import parse_sglang_sources
 from gateway.fleet.metrics import parse_metrics
 from gateway.fleet.registry import Worker
 from gateway.relay.head import read_request_head
-from gateway.relay.upstream import WorkerPool
+from gateway.relay.pool import WorkerPool
 
 VLLM = b"""\
 process_start_time_seconds 7.0

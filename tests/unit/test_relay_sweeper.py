@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from gateway.config import TimeoutsConfig
+from gateway.relay.pool import UpstreamPool
 from gateway.relay.sweeper import Sweeper
-from gateway.relay.upstream import UpstreamPool
 
 
 class Connection:
