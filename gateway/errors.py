@@ -9,7 +9,8 @@
     ├── NoWorker              503  with Retry-After
     ├── NotPossible           501  what is asked for, no backend here can do
     └── UpstreamError         502  the worker failed before its first byte
-        └── UpstreamTimeout   504
+        ├── UpstreamTimeout   504
+        └── Unreachable       503  with Retry-After
     ConfigError               —    start-up only: printed as one message, exit code 2
 
 Errors that a worker answers are not in here: they pass through byte for byte.
@@ -117,6 +118,14 @@ class UpstreamTimeout(UpstreamError):
 
     status = 504
     code = "upstream_timeout"
+
+
+class Unreachable(UpstreamError):
+    """503: no worker could be connected to; the request was sent to none."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "no_worker"
 
 
 class ConfigError(Exception):

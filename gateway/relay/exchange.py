@@ -25,7 +25,15 @@ from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.pieces import cached_before, its_turn, without_pieces
 from gateway.relay.report import body_for
 from gateway.relay.resume import Resumption, resumption
-from gateway.relay.retry import REFUSED_STATUSES, RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, refused_by
+from gateway.relay.retry import (
+    REFUSED_STATUSES,
+    RETRYABLE_STATUSES,
+    Failure,
+    FailureKind,
+    is_repeatable,
+    no_answer,
+    refused_by,
+)
 from gateway.relay.route import Plan, Route, dispatch, make_plan, remember, retry_delay_s
 from gateway.relay.services import Services
 from gateway.relay.upstream import Receiver, Upstream
@@ -192,8 +200,7 @@ class Exchange:
             self.answer.announce(self._response)
             self._begin(self._held.body)
             return
-        error = UpstreamTimeout if failure.kind is FailureKind.TIMEOUT else UpstreamError
-        raise error(f"Worker {worker.name} {failure.detail}; {len(tried)} attempts were made.")
+        raise no_answer(failure, worker.name, len(tried))
 
     def _leave(self) -> Worker:
         """End the request's stay on its worker and return that worker."""

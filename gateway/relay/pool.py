@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Callable
 from time import monotonic
@@ -19,8 +20,20 @@ MAX_IDLE: Final = 512
 """Pooled connections per worker."""
 
 
+_OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+"""What a connection may fail for that says nothing of the worker: descriptors, local ports and memory are used up."""
+
+
 class ConnectFailed(Exception):
-    """No connection to the worker could be made; nothing was sent."""
+    """No connection to the worker could be made; nothing was sent.
+
+    Attributes:
+        kind: through whose fault.
+    """
+
+    def __init__(self, message: str, kind: FailureKind = FailureKind.CONNECT) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class WorkerPool:
@@ -64,7 +77,8 @@ class WorkerPool:
             raise ConnectFailed(f"did not accept a connection within {self._timeout_s} s") from None
         except OSError as error:
             why = error.strerror or str(error) or type(error).__name__  # hung up on in TLS's handshake, it says nothing
-            raise ConnectFailed(f"cannot be reached: {why}") from None
+            kind = FailureKind.EXHAUSTED if error.errno in _OURS else FailureKind.CONNECT
+            raise ConnectFailed(f"cannot be reached: {why}", kind) from None
         return upstream
 
     async def ask(
@@ -85,7 +99,7 @@ class WorkerPool:
                 try:
                     upstream = await self.connect()
                 except ConnectFailed as error:
-                    return Failure(FailureKind.CONNECT, str(error))
+                    return Failure(error.kind, str(error))
             failure = await send(upstream)
             if failure is None or failure.kind is not FailureKind.STALE:
                 return failure

@@ -13,6 +13,7 @@ from random import random
 from typing import Final
 
 from gateway.config import RetryConfig
+from gateway.errors import Unreachable, UpstreamError, UpstreamTimeout
 from gateway.relay.head import ResponseHead
 
 REFUSED_STATUSES: Final = frozenset({429, 503})
@@ -61,6 +62,7 @@ class FailureKind(StrEnum):
     """Why an attempt brought no answer that the client could be given."""
 
     CONNECT = "connect"  # no connection; nothing was sent
+    EXHAUSTED = "exhausted"  # no connection, as the gateway itself is out of descriptors, ports or memory
     STALE = "stale"  # a pooled connection turned out to be closed as we sent
     RESET = "reset"  # the connection ended before the response did
     TIMEOUT = "header_timeout"  # no first byte
@@ -74,7 +76,12 @@ class FailureKind(StrEnum):
     @property
     def blames_worker(self) -> bool:
         """Whether this counts against the worker's health."""
-        return self not in (FailureKind.PARTNER, FailureKind.NO_KV, FailureKind.REFUSED, FailureKind.STALE)
+        return self not in _BLAMELESS
+
+
+_BLAMELESS: Final = frozenset(
+    {FailureKind.EXHAUSTED, FailureKind.STALE, FailureKind.PARTNER, FailureKind.NO_KV, FailureKind.REFUSED}
+)
 
 
 @dataclass(slots=True)
@@ -97,6 +104,16 @@ def refused_by(head: ResponseHead) -> Failure:
     well = head.status < 500 or head.status in REFUSED_STATUSES
     kind = FailureKind.REFUSED if well else FailureKind.BROKEN
     return Failure(kind, f"answered {head.status}", head.retry_after_s)
+
+
+def no_answer(failure: Failure, worker: str, attempts: int) -> UpstreamError:
+    """Return what the client is told when the last attempt has failed, and none left an answer to pass on."""
+    message = f"Worker {worker} {failure.detail}; attempts made: {attempts}."
+    if failure.kind is FailureKind.TIMEOUT:
+        return UpstreamTimeout(message)
+    if failure.kind in (FailureKind.CONNECT, FailureKind.EXHAUSTED):
+        return Unreachable(message, retry_after_s=1)
+    return UpstreamError(message)
 
 
 class RetryBudget:

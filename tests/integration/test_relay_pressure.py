@@ -311,6 +311,6 @@ async def test_a_worker_with_an_untrusted_certificate_is_not_spoken_to(certifica
     serving.load_cert_chain(*certificate)
     async with FakeWorker(answer(response()), serving) as worker, relay([worker]) as rig, rig.connect() as client:
         client.send(request(CHAT))
-        assert (await client.read_message()).status == 502
+        assert (await client.read_message()).status == 503
         assert worker.requests == []
         assert {kind for _, kind in rig.blamed} == {"connect"}

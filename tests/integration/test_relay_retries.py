@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import os
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +26,7 @@ from tests.peers import (
     chunk,
     deaf_listener,
     event,
+    eventually,
     request,
     response,
 )
@@ -76,6 +80,18 @@ async def fleet(*scripts: Script | str, **sections: Any) -> AsyncIterator[tuple[
         sections.setdefault("retries", {"backoff_s": 0.001})
         rig = await stack.enter_async_context(relay(workers, **sections))
         yield rig, [worker for worker in workers if isinstance(worker, FakeWorker)]
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Let this process open no file or socket more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Path(os.devnull).open() as next_one:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one.fileno(), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def ask(rig: Rig, raw: bytes = request(CHAT)) -> Message:
@@ -190,14 +206,37 @@ async def test_an_error_too_large_to_hold_is_the_answer() -> None:
         assert (got.status, got.body) == (503, body)
 
 
-async def test_nobody_there_is_a_502_in_the_form_clients_know() -> None:
+async def test_nobody_there_is_a_503_that_says_when_to_come_back() -> None:
     async with fleet(NOBODY, NOBODY) as (rig, _):
+        got = await ask(rig)
+        assert (got.status, got.headers["retry-after"]) == (503, "1")
+        error = msgspec.json.decode(got.body)["error"]
+        assert (error["type"], error["code"]) == ("service_unavailable_error", "no_worker")
+        assert "w0" in error["message"] or "w1" in error["message"]
+        assert await rig.outcome() is Outcome.UPSTREAM_FAILED
+
+
+async def test_answers_that_break_off_everywhere_are_a_502_in_the_form_clients_know() -> None:
+    async with fleet(reset, close) as (rig, _):
         got = await ask(rig)
         assert got.status == 502
         error = msgspec.json.decode(got.body)["error"]
         assert (error["type"], error["code"]) == ("upstream_error", "upstream_failed")
-        assert "w0" in error["message"] or "w1" in error["message"]
         assert await rig.outcome() is Outcome.UPSTREAM_FAILED
+
+
+async def test_a_gateway_out_of_descriptors_blames_no_worker() -> None:
+    async with fleet(GOOD, GOOD) as (rig, _), rig.connect() as client:
+        await eventually(lambda: len(rig.connections) == 1)
+        with no_descriptors_left():
+            client.send(request(CHAT))
+            got = await client.read_message()
+        assert (got.status, got.headers["retry-after"]) == (503, "1")
+        assert b"Too many open files" in got.body
+        await rig.settled()
+        assert rig.blamed == []
+        client.send(request(CHAT))
+        assert (await client.read_message()).status == 200
 
 
 async def test_silence_everywhere_is_a_504() -> None:

@@ -25,7 +25,13 @@ def test_reading_may_happen_twice() -> None:
 
 def test_a_worker_at_its_limit_is_not_blamed_nor_one_that_waited_for_another() -> None:
     blameless = {kind for kind in FailureKind if not kind.blames_worker}
-    assert blameless == {FailureKind.STALE, FailureKind.PARTNER, FailureKind.NO_KV, FailureKind.REFUSED}
+    assert blameless == {
+        FailureKind.EXHAUSTED,
+        FailureKind.STALE,
+        FailureKind.PARTNER,
+        FailureKind.NO_KV,
+        FailureKind.REFUSED,
+    }
 
 
 def spent(budget: RetryBudget, now: float) -> int:
