@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Generator
 
@@ -32,6 +33,12 @@ def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket
     except UnicodeError:
         raise ConfigError(f"cannot listen on {host}:{port}: no host can have this name") from None
     return listener
+
+
+def raise_descriptor_limit() -> None:
+    """Open as many sockets as the process may: a stream takes two, and by default most systems allow 1,024 files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class Server(uvicorn.Server):
