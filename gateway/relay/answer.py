@@ -152,7 +152,7 @@ class Answer:
         if self.usage is None or not head.is_event_stream or framing in (Framing.LENGTH, Framing.NONE):
             self._client.reset()
             return
-        event = error_event(error.body(), self.usage.mid_event)
+        event = error_event(error.body(), self._request.path, self.usage.mid_event)
         if self._dechunked or framing is Framing.UNTIL_CLOSE:
             self._client.write(event)
         elif (filling := b"" if head.reframed or upstream is None else upstream.filling()) is not None:

@@ -75,14 +75,18 @@ class UsageReader:
             self.prompt_tokens = prompt_tokens + besides
 
 
-def error_event(error: bytes, mid_event: bool) -> bytes:
+def error_event(error: bytes, path: str, mid_event: bool) -> bytes:
     """Return the event that ends a stream its worker did not.
 
     Args:
         error: an OpenAI error object as JSON.
+        path: of the request. Anthropic's clients pass over events without a name, and take the stream for whole.
         mid_event: the stream was cut inside an event, which is closed first.
     """
-    return b"%bdata: %b\n\n" % (b"\n\n" if mid_event else b"", error)
+    begin = b"\n\n" if mid_event else b""
+    if path == "/v1/messages":
+        return b'%bevent: error\ndata: {"type":"error",%b\n\n' % (begin, error[1:])
+    return b"%bdata: %b\n\n" % (begin, error)
 
 
 def data_of(event: bytes) -> bytes:

@@ -34,6 +34,7 @@ from tests.relay_rig import MODEL, Rig, relay
 
 CHAT = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
 STREAMED = msgspec.json.encode({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True})
+MESSAGES = STREAMED.replace(b"{", b'{"max_tokens":9,', 1)
 GOOD = answer(response(b'{"good":true}'))
 NOBODY = "http://127.0.0.1:1"
 
@@ -396,7 +397,7 @@ def assert_ends_with_error(body: bytes, whole_events: bytes) -> None:
     error = msgspec.json.decode(body.rpartition(b"data: ")[2])["error"]
     assert error["code"] == "upstream_failed"
     assert "w0" in error["message"]
-    assert body.count(b'"error"') == 1
+    assert body.count(b'"error":') == 1
 
 
 @pytest.mark.parametrize("how", [Wire.reset, Wire.close])
@@ -409,6 +410,16 @@ async def test_a_cut_stream_ends_with_one_error_event(how: Any) -> None:
         assert await rig.outcome() is Outcome.CUT
         assert rig.blamed == [("w0", "reset")]
         assert other.requests == []
+
+
+async def test_a_cut_stream_of_messages_ends_with_the_error_event_that_anthropics_clients_know() -> None:
+    delta = b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
+    async with fleet(dies_after(STREAM_HEAD + chunk(delta))) as (rig, _), rig.connect() as client:
+        client.send(request(MESSAGES, "/v1/messages"))
+        got = await client.read_message()
+        assert_ends_with_error(got.body, delta + b"event: error\n")
+        error = msgspec.json.decode(got.body.rpartition(b"data: ")[2])
+        assert (error["type"], error["error"]["type"]) == ("error", "upstream_error")
 
 
 @pytest.mark.parametrize("cut_at", range(0, len(chunk(event("b"))), 7))

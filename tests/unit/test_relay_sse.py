@@ -85,8 +85,9 @@ def test_absurd_counts_are_ignored() -> None:
 
 
 def test_an_error_event_closes_an_event_it_interrupts() -> None:
-    assert error_event(b'{"error":{}}', mid_event=False) == b'data: {"error":{}}\n\n'
-    assert error_event(b'{"error":{}}', mid_event=True) == b'\n\ndata: {"error":{}}\n\n'
+    path = "/v1/completions"
+    assert error_event(b'{"error":{}}', path, mid_event=False) == b'data: {"error":{}}\n\n'
+    assert error_event(b'{"error":{}}', path, mid_event=True) == b'\n\ndata: {"error":{}}\n\n'
 
 
 @pytest.mark.parametrize(
