@@ -40,7 +40,7 @@ _NEVER_NOMINATED: Final = frozenset({b"", b"close", b"content-length", b"keep-al
 _INTERNAL: Final = b"x-kvway-"
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
-_DOT_SEGMENT: Final = re.compile(r"/(\.|%2e){1,2}(/|$)", re.IGNORECASE)
+_DOT_SEGMENT: Final = re.compile(r"([/\\]|%2f|%5c)(\.|%2e){1,2}([/\\]|%2f|%5c|$)", re.IGNORECASE)
 _LOCATION: Final = re.compile(rb"(\r\nlocation:[ \t]*)(?:https?:)?//([^/?#\s]*)([^\r]*)", re.IGNORECASE)
 _ABSOLUTE_FORM: Final = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 
@@ -196,7 +196,7 @@ def _path(target: bytes) -> str:
         BadRequest: a fragment, or a path that a worker may read as another one.
     """
     path = target.partition(b"?")[0].decode("ascii", "replace")
-    if b"#" in target or (("/." in path or "%2" in path) and _DOT_SEGMENT.search(path)):
+    if b"#" in target or (("." in path or "%2" in path) and _DOT_SEGMENT.search(path)):
         raise BadRequest(f"The request target {path[:200]!r} contains a fragment or a dot segment.")
     return path
 
