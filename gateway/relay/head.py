@@ -8,7 +8,9 @@ is refused here.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from enum import Enum
 from random import getrandbits
 from typing import Final
@@ -233,9 +235,14 @@ class ResponseHead(msgspec.Struct):
 
     @property
     def retry_after_s(self) -> float:
-        """``Retry-After`` in seconds; 0 where it is absent or a date."""
+        """``Retry-After`` in seconds from now, given as such or as a date; 0 where it is absent."""
         value = self.fields.get(b"retry-after", b"").strip()
-        return float(value) if value.isdigit() else 0.0
+        if value.isdigit():
+            return float(value)
+        try:
+            return max(0.0, parsedate_to_datetime(value.decode("latin-1")).timestamp() - time.time())
+        except ValueError:
+            return 0.0
 
     def for_client(self, added: bytes, dechunked: bool = False) -> bytes:
         """Return the head to send to the client: the worker's lines as they came, hop-by-hop ones left out.

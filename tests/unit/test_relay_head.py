@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from email.utils import formatdate
 
 import pytest
 
@@ -237,9 +239,12 @@ def test_usage_is_looked_for_in_readable_json_and_event_streams() -> None:
     assert not response(b"Content-Type: application/json", b"Content-Encoding: br").is_readable
 
 
-def test_retry_after_is_read_in_seconds() -> None:
+def test_retry_after_is_read_in_seconds_or_as_a_date() -> None:
     assert response(b"Retry-After: 7").retry_after_s == 7
+    in_an_hour = formatdate(time.time() + 3600, usegmt=True).encode()
+    assert 3000 < response(b"Retry-After: " + in_an_hour).retry_after_s <= 3600
     assert response(b"Retry-After: Fri, 31 Dec 1999 23:59:59 GMT").retry_after_s == 0
+    assert response(b"Retry-After: soon").retry_after_s == 0
     assert response().retry_after_s == 0
 
 
