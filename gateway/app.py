@@ -44,7 +44,7 @@ from gateway.relay.pool import UpstreamPool
 from gateway.relay.services import Services
 from gateway.replication.replicator import Replicator
 from gateway.replication.seen import SeenPrompts
-from gateway.serving import Server, raise_descriptor_limit
+from gateway.serving import Server, outlive_hangup, raise_descriptor_limit
 from gateway.sharing.sharing import Sharing
 from gateway.tasks import spawn
 from policies.chunks import ChunkHasher
@@ -218,6 +218,7 @@ class Gateway:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
+        outlive_hangup()
         raise_descriptor_limit()
         collapse_memory()
         async with self:

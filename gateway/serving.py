@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
+import signal
 import socket
 from collections.abc import Generator
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
 
+from gateway.certificate import Certificate
 from gateway.config import ServerConfig
 from gateway.errors import ConfigError
+
+log = logging.getLogger("kvway.serving")
+
+_RENEW_S: Final = 10  # between two looks at the certificate's files
 
 
 def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket:
@@ -39,6 +47,12 @@ def raise_descriptor_limit() -> None:
     """Open as many sockets as the process may: a stream takes two, and by default most systems allow 1,024 files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def outlive_hangup() -> None:
+    """Let SIGHUP end nothing: to most servers it means that they are to read their configuration anew."""
+    message = "SIGHUP changes nothing: the configuration is read at the start, and renewed certificates are noticed"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, log.warning, message)
 
 
 class Server(uvicorn.Server):
@@ -82,10 +96,12 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(settings.drain_s)),
                 ssl_certfile=settings.tls_cert if tls else None,
                 ssl_keyfile=settings.tls_key if tls else None,
+                timeout_notify=_RENEW_S,
             )
         )
         self.up = asyncio.Event()
         self._address = (host, port)
+        self._settings = settings
         self._reuse_port = reuse_port
         self._socket: socket.socket | None = None
 
@@ -103,6 +119,10 @@ class Server(uvicorn.Server):
         """
         try:
             self.config.load()
+            if self.config.ssl is not None:
+                assert self._settings.tls_cert is not None and self._settings.tls_key is not None
+                certificate = Certificate(self.config.ssl, self._settings.tls_cert, self._settings.tls_key)
+                self.config.callback_notify = certificate.renew
         except OSError as error:  # SSLError is one
             raise ConfigError(f"server.tls_cert, server.tls_key: not a usable certificate and key: {error}") from None
         self._socket = bind_socket(*self._address, self._reuse_port)

@@ -22,7 +22,7 @@ from typing import Any, Final
 from gateway.config import Config, ServerConfig
 from gateway.errors import ConfigError
 from gateway.processes.child import Child
-from gateway.serving import bind_socket
+from gateway.serving import bind_socket, outlive_hangup
 from gateway.tasks import spawn
 
 _VALKEY_START_S: Final = 10.0
@@ -82,6 +82,7 @@ def _signals_for(gateways: list[Child]) -> asyncio.Event:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    outlive_hangup()
     return asked
 
 

@@ -71,7 +71,11 @@ async def replica(valkey: Valkey, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A self-signed certificate for localhost, and its key."""
-    directory = tmp_path_factory.mktemp("tls")
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """Write a self-signed certificate for localhost, and its key."""
     cert, key = directory / "cert.pem", directory / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost".split()
     command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import ssl
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,14 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.config import ServerConfig
+from gateway.serving import Server
+from gateway.tasks import spawn
 from tests.events_rig import until
+from tests.integration.conftest import make_certificate
 from tests.peers import FakeWorker, Message, Wire, response
 from tests.processes import free_ports, kvway, running, write_config
 
@@ -43,15 +51,42 @@ async def test_clients_probes_and_requests_are_encrypted(
         command = kvway("serve", "-c", write_config(tmp_path, config))
         trusting = ssl.create_default_context(cafile=cert)
         url = f"https://localhost:{port}"
-        with running(command, SSL_CERT_FILE=cert):
+        with running(command, SSL_CERT_FILE=cert) as process:
             async with httpx.AsyncClient(verify=trusting) as client:
                 await until(lambda: _is_ready(client, url), within_s=START_S)
                 answer = await client.post(f"{url}/v1/chat/completions", json=CHAT)
+                process.send_signal(signal.SIGHUP)
+                assert (await client.get(f"{url}/ready")).status_code == 200
             assert (answer.status_code, answer.json()) == (200, {"secret": True})
             async with httpx.AsyncClient() as plain:
                 with pytest.raises(httpx.TransportError):
                     await plain.get(f"http://localhost:{port}/health")
     assert {"/health", "/v1/models", "/metrics"} <= {message.target for message in worker.requests}
+
+
+async def test_a_renewed_certificate_is_shown_to_those_who_come_after_it(tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    cert, key = make_certificate(shown)
+    settings = ServerConfig.model_validate({"tls_cert": cert, "tls_key": key})
+    server = Server(FastAPI(), "127.0.0.1", 0, settings, HttpToolsProtocol)
+    server.bind()
+    serving = spawn(server.run_bound(), "serve")
+    await server.up.wait()
+    first = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", server.port))
+    assert first.strip() == cert.read_text().strip()
+
+    renewed, renewed_key = make_certificate(tmp_path)
+    assert server.config.callback_notify is not None  # is called every few seconds
+    cert.write_bytes(renewed.read_bytes())
+    await server.config.callback_notify()  # its key is yet to come
+    assert await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", server.port)) == first
+    key.write_bytes(renewed_key.read_bytes())
+    await server.config.callback_notify()
+    second = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", server.port))
+    assert second.strip() == renewed.read_text().strip() != first.strip()
+    server.should_exit = True
+    await serving
 
 
 async def _is_ready(client: httpx.AsyncClient, url: str) -> bool:
