@@ -11,7 +11,8 @@ from rich.table import Table
 
 from gateway.admin.explain_pairs import explain_pairs, print_pairs
 from gateway.admin.explain_pieces import explain_pieces, line_of
-from gateway.relay.route import decide, find_residency, make_plan, prompt_path
+from gateway.relay.plan import make_plan, prompt_path
+from gateway.relay.route import decide, find_residency
 from gateway.relay.services import Services
 from policies.base import Tier
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from gateway.relay.legs import sequences
 from gateway.relay.pairing import Pairing, judge
-from gateway.relay.route import Plan
+from gateway.relay.plan import Plan
 from gateway.relay.services import Services
 
 _MAX_PAIRS: Final = 3  # beside whom the best single worker is shown

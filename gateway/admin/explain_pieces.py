@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gateway.fleet.registry import Worker
-from gateway.relay.route import Plan
+from gateway.relay.plan import Plan
 from gateway.relay.services import Services
 from policies.base import Decision
 from policies.pieces import is_long

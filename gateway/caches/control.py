@@ -21,7 +21,7 @@ from gateway.events.feeds import EventFeeds
 from gateway.fleet.polling import control_client
 from gateway.fleet.registry import Candidates, Worker
 from gateway.relay.naming import only_model
-from gateway.relay.route import prompt_path
+from gateway.relay.plan import prompt_path
 from gateway.relay.services import Services
 from gateway.replication.seen import SeenPrompt
 from policies.base import Residency, Tier

@@ -9,8 +9,9 @@ from typing import Any, Final
 from gateway.errors import NotPossible, NoWorker, Saturated, UpstreamError
 from gateway.fleet.registry import State, Worker
 from gateway.observe.observer import Observer
+from gateway.relay.plan import Plan
 from gateway.relay.prefill import PrefillLeg
-from gateway.relay.route import Plan, count_on
+from gateway.relay.route import count_on
 from gateway.relay.services import Services
 from gateway.replication.seen import SeenPrompt
 from gateway.replication.warmup import WarmUp, answers_alone, make_warm_up

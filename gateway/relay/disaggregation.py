@@ -26,9 +26,10 @@ from gateway.relay.cached import CachedTokens
 from gateway.relay.handovers import bootstrap_url
 from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.pairing import Chosen, Pairing, find_decoder, find_pairing, judge
+from gateway.relay.plan import Plan
 from gateway.relay.prefill import PrefillLeg
 from gateway.relay.retry import Failure, FailureKind
-from gateway.relay.route import Plan, Route, count_leg, count_on, decide, dispatch, find_residency, leave_out
+from gateway.relay.route import Route, count_leg, count_on, decide, dispatch, find_residency, leave_out
 from gateway.relay.services import Services
 from gateway.relay.turns import ParamsReader, Turn
 from gateway.relay.upstream import Receiver

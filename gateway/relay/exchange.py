@@ -23,6 +23,7 @@ from gateway.relay.answer import Answer, Client, ErrorAnswer, own_headers
 from gateway.relay.disaggregation import HandOver, hand_over
 from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.pieces import cached_before, its_turn, without_pieces
+from gateway.relay.plan import Plan, make_plan
 from gateway.relay.report import body_for
 from gateway.relay.resume import Resumption, resumption
 from gateway.relay.retry import (
@@ -34,7 +35,7 @@ from gateway.relay.retry import (
     no_answer,
     refused_by,
 )
-from gateway.relay.route import Plan, Route, dispatch, make_plan, remember, retry_delay_s
+from gateway.relay.route import Route, dispatch, remember, retry_delay_s
 from gateway.relay.services import Services
 from gateway.relay.upstream import Receiver, Upstream
 

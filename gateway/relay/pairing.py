@@ -16,7 +16,8 @@ import numpy as np
 
 from gateway.errors import NoWorker
 from gateway.fleet.registry import Candidates, Worker
-from gateway.relay.route import Plan, find_residency
+from gateway.relay.plan import Plan
+from gateway.relay.route import find_residency
 from gateway.relay.services import Services
 from gateway.relay.turns import Turn
 from policies.base import Floats, RoutingRequest

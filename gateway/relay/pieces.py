@@ -16,8 +16,9 @@ from gateway.dispatch.pieces import LongPrompt, Pieces
 from gateway.fleet.registry import State
 from gateway.relay.cached import CachedTokens
 from gateway.relay.head import RequestHead
+from gateway.relay.plan import Plan
 from gateway.relay.prefill import PrefillLeg
-from gateway.relay.route import Plan, Route, prefill_s_on
+from gateway.relay.route import Route, prefill_s_on
 from gateway.relay.services import Services
 from gateway.relay.upstream import Receiver
 from gateway.replication.warmup import WarmUp

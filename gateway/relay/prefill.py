@@ -15,8 +15,9 @@ from gateway.errors import Saturated
 from gateway.fleet.ledger import Flight
 from gateway.relay.head import RequestHead
 from gateway.relay.legs import PrefillAnswer, read_params
+from gateway.relay.plan import Plan
 from gateway.relay.retry import REFUSED_STATUSES, Failure, FailureKind, refused_by
-from gateway.relay.route import Plan, Route, remember
+from gateway.relay.route import Route, remember
 from gateway.relay.services import Services
 from gateway.relay.sse import UsageReader
 from gateway.relay.upstream import Upstream

@@ -16,8 +16,9 @@ from gateway.fleet.registry import Worker
 from gateway.relay.chunked import LAST_CHUNK, chunk
 from gateway.relay.head import Framing, ResponseHead
 from gateway.relay.partial import RESUMABLE_PATHS, Joint, PartialAnswer, Refusal, continued_body, refusal_of
+from gateway.relay.plan import Plan, make_plan
 from gateway.relay.retry import Failure, FailureKind, refused_by
-from gateway.relay.route import Plan, has_others, make_plan
+from gateway.relay.route import has_others
 from gateway.relay.services import Services
 from gateway.relay.sse import end_of_events, split_events
 from gateway.relay.upstream import Receiver

@@ -25,8 +25,9 @@ from gateway.config import ReplicationConfig
 from gateway.errors import GatewayError, NoWorker
 from gateway.fleet.registry import Candidates, State, Worker
 from gateway.observe.observer import Observer
+from gateway.relay.plan import Plan
 from gateway.relay.prefill import PrefillLeg
-from gateway.relay.route import Plan, count_on, find_residency
+from gateway.relay.route import count_on, find_residency
 from gateway.relay.services import Services
 from gateway.replication.seen import SeenPrompt, SeenPrompts
 from gateway.replication.warmup import answers_alone, make_warm_up

@@ -17,7 +17,7 @@ import pytest
 from gateway.app import Gateway
 from gateway.config import Config, ReplicationConfig
 from gateway.fleet.registry import State
-from gateway.relay.route import make_plan
+from gateway.relay.plan import make_plan
 from gateway.replication.replicator import Replicator
 from gateway.replication.seen import SeenPrompts
 from policies.chunks import ChunkHasher

@@ -6,8 +6,8 @@ import pytest
 
 from gateway.config import Config, RoutePath, load_config
 from gateway.errors import ConfigError
+from gateway.relay.plan import PROMPT_PATHS
 from gateway.relay.policies import Policies
-from gateway.relay.route import PROMPT_PATHS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
