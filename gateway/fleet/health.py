@@ -84,6 +84,13 @@ class Health:
             if self._can_be_spared(worker):
                 self._eject(worker, standing, kind)
 
+    def answered(self, worker: Worker, status: int) -> None:
+        """A request was answered; of the statuses only those that say that something is broken are a fault."""
+        if status < 500:
+            self.succeeded(worker)
+        elif status != 503:  # it is at its limit, and well
+            self.failed(worker, "bad_status")
+
     def succeeded(self, worker: Worker) -> None:
         """A request was answered: the worker is alive, whatever its probes say."""
         standing = self._standings.get(worker)

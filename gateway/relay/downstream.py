@@ -23,14 +23,22 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.errors import BadRequest, GatewayError, HeadTooLarge, TooLarge
+from gateway.errors import BadRequest, GatewayError, TooLarge
 from gateway.relay.exchange import Exchange
-from gateway.relay.head import RequestHead, new_request_id, origin_form, read_request_head
+from gateway.relay.head import (
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    RequestHead,
+    check_head_size,
+    head_too_large,
+    head_without_upgrade,
+    new_request_id,
+    origin_form,
+    read_request_head,
+)
 from gateway.relay.paths import is_relayed
 from gateway.relay.services import Services
 
-MAX_HEAD_BYTES: Final = 64 * 1024
-MAX_HEADERS: Final = 256
 MAX_PIPELINED: Final = 16
 LINGER_S: Final = 2.0  # how long a refused client may go on sending, unread, before its connection is closed
 
@@ -43,10 +51,6 @@ _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 s
 def make_protocol(services: Services) -> type[RelayProtocol]:
     """Return the protocol class for ``uvicorn.Config(http=...)``."""
     return type("KvwayProtocol", (RelayProtocol,), {"services": services})
-
-
-def _head_too_large() -> HeadTooLarge:
-    return HeadTooLarge(f"The request head is above {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers.")
 
 
 class RelayProtocol(HttpToolsProtocol):
@@ -149,7 +153,7 @@ class RelayProtocol(HttpToolsProtocol):
             if not self._request_ended:
                 self._head_bytes += received
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(_head_too_large())
+                self._refuse(head_too_large())
         elif self._incoming is not None or self._for_app:
             self._quiet_since = monotonic()
             self._check_framing(received)
@@ -172,7 +176,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._in_head = False
         try:
             if self._long_read or self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
-                self._check_head_size()
+                check_head_size(self.url, self.headers, self._head_bytes)
             if not self.url.startswith(b"/"):
                 self.url = origin_form(self.url)
             if is_relayed(self.url):
@@ -221,22 +225,13 @@ class RelayProtocol(HttpToolsProtocol):
 
     def _decline_upgrade(self, rest: bytes) -> bytes:
         """Return a request to be read again without its offer to upgrade: llhttp takes its body for that protocol."""
-        method, version, headers = self.parser.get_method(), self.parser.get_http_version(), self.headers
+        method, version = self.parser.get_method(), self.parser.get_http_version()
         if method == b"CONNECT":
             self._refuse(BadRequest("CONNECT is not supported."))
             return b""
-        lines = [
-            b"%b %b HTTP/%b" % (method, self.url, version.encode()),
-            *(b"%b: %b" % header for header in headers if header[0] != b"upgrade"),
-        ]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        return b"\r\n".join((*lines, b"", rest))
-
-    def _check_head_size(self) -> None:
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES or self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
-            raise _head_too_large()
+        return head_without_upgrade(method, self.url, version, self.headers) + rest
 
     def _receive(self) -> None:
         """Prepare to collect the body of a request that is relayed.

@@ -26,15 +26,7 @@ from gateway.relay.pieces import cached_before, its_turn, without_pieces
 from gateway.relay.plan import Plan, make_plan
 from gateway.relay.report import body_for
 from gateway.relay.resume import Resumption, resumption
-from gateway.relay.retry import (
-    REFUSED_STATUSES,
-    RETRYABLE_STATUSES,
-    Failure,
-    FailureKind,
-    is_repeatable,
-    no_answer,
-    refused_by,
-)
+from gateway.relay.retry import RETRYABLE_STATUSES, Failure, FailureKind, is_repeatable, no_answer, refused_by
 from gateway.relay.route import Route, dispatch, remember, retry_delay_s
 from gateway.relay.services import Services
 from gateway.relay.upstream import Receiver, Upstream
@@ -261,10 +253,7 @@ class Exchange:
         if not self._begun:
             self._begin(b"")
         assert self._route is not None
-        if response.status < 500:
-            self._services.health.succeeded(self._route.worker)
-        elif response.status not in REFUSED_STATUSES:
-            self._services.health.failed(self._route.worker, FailureKind.BROKEN)
+        self._services.health.answered(self._route.worker, response.status)
         self._resolve(None)
 
     def on_upstream_lost(self, failure: Failure) -> None:
@@ -405,8 +394,7 @@ class Exchange:
             self._leave()
         if self._hand_over is not None:
             self._hand_over.close()
-            self._hand_over = None
-        self._resumption = None  # they refer to this exchange
+        self._hand_over = self._resumption = None  # they refer to this exchange
         try:
             self._services.observer.finish(record)
         finally:

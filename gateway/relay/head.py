@@ -17,9 +17,12 @@ from typing import Final
 
 import msgspec
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, HeadTooLarge
 
 Header = tuple[bytes, bytes]
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+MAX_HEADERS: Final = 256
 
 _HOP_BY_HOP: Final = frozenset(
     {
@@ -139,6 +142,33 @@ def read_request_head(
         http10=http10,
         expects_continue=b"expect" in read and not http10 and read[b"expect"].strip().lower() == b"100-continue",
     )
+
+
+def check_head_size(target: bytes, headers: list[Header], received: int) -> None:
+    """Check the size of a request's head.
+
+    Args:
+        target: as the client wrote it.
+        headers: all of them.
+        received: bytes of reads that brought nothing else.
+
+    Raises:
+        HeadTooLarge: it is above a limit.
+    """
+    size = len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
+    if max(size, received) > MAX_HEAD_BYTES or len(headers) > MAX_HEADERS:
+        raise head_too_large()
+
+
+def head_too_large() -> HeadTooLarge:
+    """Return what is said about a request's head above a limit."""
+    return HeadTooLarge(f"The request head is above {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers.")
+
+
+def head_without_upgrade(method: bytes, target: bytes, version: str, headers: list[Header]) -> bytes:
+    """Return a request's head, as a client that offers no other protocol would have sent it."""
+    lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
+    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, target, version.encode(), b"".join(lines))
 
 
 def new_request_id() -> str:

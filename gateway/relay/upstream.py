@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Final, Protocol
 import httptools
 
 from gateway.relay.chunked import LAST_CHUNK, chunk
-from gateway.relay.head import Framing, ResponseHead, read_response_head
+from gateway.relay.head import MAX_HEAD_BYTES, Framing, ResponseHead, read_response_head
 from gateway.relay.retry import Failure, FailureKind
 
 if TYPE_CHECKING:
     from gateway.relay.pool import WorkerPool
 
-MAX_HEAD_BYTES: Final = 64 * 1024
 _MAX_FILL_BYTES: Final = 64 * 1024
 
 
