@@ -38,12 +38,11 @@ from gateway.relay.head import (
 )
 from gateway.relay.paths import is_relayed
 from gateway.relay.services import Services
+from gateway.relay.upload import Upload
 
 MAX_PIPELINED: Final = 16
 LINGER_S: Final = 2.0  # how long a refused client may go on sending, unread, before its connection is closed
 
-_FRAMING_BYTES: Final = 1024 * 1024
-_FRAMING_BYTES_PER_PIECE: Final = 32
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 s
 
@@ -81,10 +80,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # of reads that brought nothing but a head
         self._long_read = False  # the present read could hold a head that is too long
         self._request_ended = False  # it has brought the end of a request
-        self._body = bytearray()  # so far, of a body that comes in more than one piece
-        self._body_bytes = 0
-        self._wire_bytes = 0
-        self._pieces = 0
+        self._upload = Upload()
         self._between_exchanges = False
         self._quiet_since = monotonic()
         self._stalled_since = 0.0
@@ -189,20 +185,15 @@ class RelayProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Collect the body, up to the configured limit."""
-        self._pieces += 1
-        self._body_bytes += len(body)
-        incoming = self._incoming
-        if incoming is None:
+        upload = self._upload
+        upload.count(body)
+        if self._incoming is None:
             if self._for_app:
                 super().on_body(body)
-        elif self._body_bytes > self._limits.max_body_bytes:
+        elif upload.size > self._limits.max_body_bytes:
             self._refuse(self._body_too_large())
-        elif self._pieces == 1:  # a body that comes in one piece is not copied
-            incoming.body = body
-        elif self._pieces == 2:
-            self._body = bytearray(incoming.body + body)
         else:
-            self._body += body
+            upload.keep(body)
 
     def on_message_complete(self) -> None:
         """The request is whole: answer it, or let it wait for its turn."""
@@ -212,9 +203,7 @@ class RelayProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         exchange, self._incoming = self._incoming, None
         if exchange is not None:
-            if self._pieces > 1:
-                exchange.body = bytes(self._body)
-                self._body = bytearray()
+            exchange.body = self._upload.take()
             self._deaf = not exchange.head.keep_alive
             self._enqueue(exchange)
         elif self._for_app:
@@ -245,14 +234,14 @@ class RelayProtocol(HttpToolsProtocol):
         )
         if (head.content_length or 0) > self._limits.max_body_bytes:
             raise self._body_too_large()
-        self._body_bytes = self._wire_bytes = self._pieces = 0
+        self._upload = Upload()
         self._incoming = Exchange(self.services, self, head)
         if head.expects_continue and not self._busy:
             self._invite_body()
 
     def _invite_body(self) -> None:
         """Answer ``Expect: 100-continue``, where that is waited for."""
-        if self._incoming is not None and self._incoming.head.expects_continue and not self._body_bytes:
+        if self._incoming is not None and self._incoming.head.expects_continue and not self._upload.size:
             self.write(_CONTINUE)
 
     def _hand_to_app(self) -> None:
@@ -262,13 +251,11 @@ class RelayProtocol(HttpToolsProtocol):
         for name, value in headers:
             super().on_header(name, value)
         self._for_app = True
-        self._body_bytes = self._wire_bytes = self._pieces = 0
+        self._upload = Upload()
         super().on_headers_complete()
 
     def _check_framing(self, received: int) -> None:
-        """Bound what a chunked upload may spend on anything but its body, as on extensions and trailers."""
-        self._wire_bytes += received
-        if self._wire_bytes - self._body_bytes <= _FRAMING_BYTES + _FRAMING_BYTES_PER_PIECE * self._pieces:
+        if not self._upload.wastes(received):
             return
         if self._for_app:  # which has answered already, or waits for the body's end
             self.transport.abort()
