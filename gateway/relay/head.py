@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from enum import Enum
 from random import getrandbits
 from typing import Final
+from urllib.parse import unquote
 
 import msgspec
 
@@ -45,7 +46,7 @@ _NEVER_NOMINATED: Final = frozenset({b"", b"close", b"content-length", b"keep-al
 _INTERNAL: Final = b"x-kvway-"
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
-_DOT_SEGMENT: Final = re.compile(r"([/\\]|%2f|%5c)(\.|%2e){1,2}([/\\]|%2f|%5c|$)", re.IGNORECASE)
+_DOT_SEGMENT: Final = re.compile(r"[/\\]\.{1,2}([/\\]|$)")
 _LOCATION: Final = re.compile(rb"(\r\nlocation:[ \t]*)(?:https?:)?//([^/?#\s]*)([^\r]*)", re.IGNORECASE)
 _ABSOLUTE_FORM: Final = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
 
@@ -56,7 +57,7 @@ class RequestHead(msgspec.Struct):
     Attributes:
         method: as the client wrote it.
         target: path and query, raw.
-        path: the target without its query.
+        path: the target without its query, decoded.
         fields: the header lines that go on to the worker, each with its CRLF.
         content_length: announced body length, 0 where there is none, None for a chunked body.
         request_id: the client's X-Request-Id, or a new one.
@@ -222,13 +223,15 @@ def origin_form(target: bytes) -> bytes:
 
 
 def _path(target: bytes) -> str:
-    """Return the path of a target.
+    """Return the path of a target, as engines read it: with what is percent-encoded decoded.
 
     Raises:
         BadRequest: a fragment, or a path that a worker may read as another one.
     """
     path = target.partition(b"?")[0].decode("ascii", "replace")
-    if b"#" in target or (("." in path or "%2" in path) and _DOT_SEGMENT.search(path)):
+    if "%" in path:
+        path = unquote(path)
+    if b"#" in target or ("." in path and _DOT_SEGMENT.search(path)):
         raise BadRequest(f"The request target {path[:200]!r} contains a fragment or a dot segment.")
     return path
 

@@ -157,7 +157,8 @@ def test_harmless_dots_pass(target: bytes) -> None:
     assert head(target=target).target == target
 
 
-def test_the_path_is_the_target_without_its_query() -> None:
+def test_the_path_is_the_target_without_its_query_as_engines_decode_it() -> None:
+    assert head(target=b"/v1/chat%2Fcompletion%73").path == "/v1/chat/completions"
     assert head(target=b"/v1/embeddings?a=/b?c").path == "/v1/embeddings"
 
 
