@@ -21,6 +21,7 @@ from uuid import uuid4
 from gateway.errors import BadRequest, NoWorker
 from gateway.fleet.registry import State, Worker
 from gateway.relay import legs
+from gateway.relay.alone import dispatch_alone, dispatch_to_prefill_worker
 from gateway.relay.answer import Answer
 from gateway.relay.cached import CachedTokens
 from gateway.relay.handovers import bootstrap_url
@@ -28,7 +29,7 @@ from gateway.relay.head import RequestHead, ResponseHead
 from gateway.relay.pairing import Chosen, Pairing, find_decoder, find_pairing, judge
 from gateway.relay.prefill import PrefillLeg
 from gateway.relay.retry import Failure, FailureKind
-from gateway.relay.route import Plan, Route, count_leg, count_on, decide, dispatch, find_residency, leave_out
+from gateway.relay.route import Plan, Route, count_leg, dispatch
 from gateway.relay.services import Services
 from gateway.relay.turns import ParamsReader, Turn
 from gateway.relay.upstream import Receiver
@@ -110,16 +111,15 @@ class HandOver:
                 return decoding
             self._drop("decode_failed")
             self._whole = True
-        route = await dispatch(self._services, self._plan, tried)
-        worker = route.worker
-        if worker.config.pd == "sglang" and worker.config.role != "mixed" and not self._refused:
-            route.end(monotonic())
+        route = await dispatch_alone(self._services, self._plan, tried)
+        if route is None and not self._refused:
             if not self._sequences:
                 raise BadRequest(_NOT_BY_SGLANG)
             raise NoWorker(
-                f"No prefill worker handed the request to a decode worker, and {worker.name} alone cannot answer it.",
+                "No prefill worker handed the request to a decode worker, which cannot answer it alone.",
                 retry_after_s=1,
             )
+        route = route or await dispatch(self._services, self._plan, tried)
         route.body = legs.write_fields(self._fields)
         return route
 
@@ -259,28 +259,12 @@ class HandOver:
         return route
 
     async def _last_resort(self, tried: Collection[Worker]) -> Route | None:
-        """Where every worker that decodes has failed, let a prefill worker answer; SGLang's cannot."""
-        services, plan = self._services, self._plan
-        assert plan.model is not None and plan.request is not None and plan.policy is not None
-        if any(worker not in tried for worker in services.registry.candidates(plan.model).workers):
-            return None
-        if any(worker.config.pd == "sglang" for worker in tried):
-            return None
-        self._drop("decode_failed")
-        self._tried += [worker for worker in tried if worker.config.role == "prefill"]
-        try:
-            candidates, residency = await find_residency(services, plan.model, plan.request, prefilling=True)
-        except NoWorker:
-            return None
-        workers, fleet, residency = leave_out(self._tried, candidates, residency)
-        now = monotonic()
-        services.ledger.advance(now)
-        row = decide(services, plan.policy, plan.request, fleet, residency, now).worker
-        if workers[row] in self._tried:
-            return None
-        hit_tokens = min(residency.hit(row), plan.request.prompt_tokens)
-        route = count_on(services, plan, workers[row], hit_tokens, "last_resort", now)
-        route.body = legs.write_fields(self._fields)
+        """Where every worker that decodes has failed, let a prefill worker answer."""
+        self._tried += [worker for worker in tried if worker.config.role == "prefill" and worker not in self._tried]
+        route = await dispatch_to_prefill_worker(self._services, self._plan, tried, self._tried)
+        if route is not None:
+            self._drop("decode_failed")
+            route.body = legs.write_fields(self._fields)
         return route
 
     async def _bodies(self, chosen: Chosen, turn: Turn | None) -> bytes | None:

@@ -130,7 +130,9 @@ class HandOverBook:
                 self._tables.clear()
             seconds = [
                 [
-                    1 / self.rates.bytes_per_s(one.name, other.name) if _can_hand(one, other) else inf
+                    1 / self.rates.bytes_per_s(one.name, other.name)
+                    if other.config.takes_over_from(one.config)
+                    else inf
                     for other in decodes
                 ]
                 for one in prefills
@@ -169,10 +171,6 @@ class HandOverBook:
                 del of_pair[pair]
         for counted in [counted for counted in self._outcomes if not present.issuperset(counted[:2])]:
             del self._outcomes[counted]
-
-
-def _can_hand(prefill: Worker, decode: Worker) -> bool:
-    return prefill.config.pd == decode.config.pd and decode.config.role != "prefill"
 
 
 def bootstrap_url(worker: Worker) -> str:

@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from gateway.fleet.registry import State
 from gateway.observe.record import Outcome
 from tests.pd_rig import (
     ALWAYS,
@@ -302,6 +303,26 @@ async def test_a_leg_that_fails_has_the_other_cancelled_within_100_ms(pd: str, d
         assert (await asked).status == 502
         assert await rig.outcome() is Outcome.UPSTREAM_FAILED
         assert rig.blamed == [("w0" if dying == "prefill" else "w1", "reset")]
+
+
+async def test_sglangs_mixed_workers_answer_what_those_of_one_role_cannot() -> None:
+    settings = [{"role": role, "pd": "sglang"} for role in ("prefill", "decode", "mixed")]
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(FakeWorker(answers(response()))) for _ in settings]
+        rig = await stack.enter_async_context(relay(workers, settings=settings))
+        for _ in range(3):
+            assert (await ask(rig, CHAT, echo=True)).status == 200
+        assert [len(worker.requests) for worker in workers] == [0, 0, 3]
+        for _ in range(3):  # nobody hands over to a mixed one
+            assert (await ask(rig, CHAT)).status == 200
+        assert len(workers[1].requests) == 3
+        await rig.settled()
+        registry = rig.services.registry
+        registry.set_state(registry.workers["w0"], State.DRAINING)
+        for _ in range(3):
+            assert (await ask(rig, CHAT)).status == 200
+        assert len(workers[2].requests) == 6
+        await rig.settled()
 
 
 async def test_the_first_token_of_a_stream_waits_for_nothing() -> None:
