@@ -96,6 +96,7 @@ class HandOver:
             GatewayError: the model is no longer served, or no worker is there.
         """
         self._receiver = self._decoder = None
+        self._completed = False
         tried = [worker for worker in tried if worker not in self._blameless]
         pairing: Pairing | None = None
         if self._whole is None:

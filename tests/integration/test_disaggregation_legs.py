@@ -305,6 +305,37 @@ async def test_a_leg_that_fails_has_the_other_cancelled_within_100_ms(pd: str, d
         assert rig.blamed == [("w0" if dying == "prefill" else "w1", "reset")]
 
 
+async def test_a_leg_that_fails_is_noticed_after_an_answer_that_was_cut_before_its_client_saw_it() -> None:
+    """An answer that is not streamed is kept until it is complete, and may be lost until then."""
+    others = [Patient(), Patient()]
+
+    async def prefills(wire: Wire, message: Message) -> None:
+        if len(prefill.requests) == 1:
+            await others[0](wire, message)
+        else:
+            await others[1].asked.wait()
+            wire.reset()
+
+    async def decodes(wire: Wire, message: Message) -> None:
+        if len(decode.requests) == 1:
+            await others[0].asked.wait()
+            await wire.send_slowly(response(b'{"usage":{}}')[:-5])
+            wire.reset()
+        else:
+            await others[1](wire, message)
+
+    settings = [one | {"pd": "sglang"} for one in ROLES]
+    retries = {"max_attempts": 2, "backoff_s": 0.001}
+    async with (
+        FakeWorker(prefills) as prefill,
+        FakeWorker(decodes) as decode,
+        relay([prefill, decode], settings=settings, retries=retries) as rig,
+    ):
+        assert (await ask(rig, CHAT)).status == 502
+        await rig.settled()
+        assert rig.blamed == [("w1", "reset"), ("w0", "reset")]
+
+
 async def test_sglangs_mixed_workers_answer_what_those_of_one_role_cannot() -> None:
     settings = [{"role": role, "pd": "sglang"} for role in ("prefill", "decode", "mixed")]
     async with AsyncExitStack() as stack:
