@@ -199,9 +199,11 @@ class HandOver:
                 pulls = turn is not None
                 self._leg = leg = PrefillLeg(services, self._exchange.head, plan, route, body, pulls=pulls)
                 if worker.config.pd in legs.AT_ONCE:
-                    leg.on_failure = self._lost
-                    return leg
-                if await self._prefilled(leg, pulls):
+                    await leg.goes()  # the decode worker would wait for a prefill that is held, and be blamed for it
+                    if leg.failure is None:
+                        leg.on_failure = self._lost
+                        return leg
+                elif await self._prefilled(leg, pulls):
                     return leg
                 self._leg, self._refused = None, leg.refused
                 if leg.refused:
