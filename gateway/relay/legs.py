@@ -81,6 +81,18 @@ def read_fields(body: bytes, keep_params: bool) -> Fields:
     }
 
 
+def without_hosts(body: bytes) -> bytes | None:
+    """Return the body of a request whose prompt is not read, without such fields; None where it is no JSON object.
+
+    Raises:
+        BadRequest: it is nested too deeply.
+    """
+    try:
+        return write_fields(read_fields(body, keep_params=False))
+    except (ValueError, AttributeError):
+        return None
+
+
 def _raw_fields(body: bytes) -> Fields:
     try:
         return _decode(body)

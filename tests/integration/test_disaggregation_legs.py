@@ -384,6 +384,22 @@ async def test_what_clients_say_of_hosts_to_connect_to_reaches_no_worker() -> No
     assert msgspec.json.decode(decode.requests[0].body) == {"model": MODEL, **BODIES[CHAT]}
 
 
+@pytest.mark.parametrize("settings", [ROLES, [{"pull": {"group": "rack", "hint": "vllm-p2p"}}] * 2])
+@pytest.mark.parametrize("path", ["/invocations", "/v1/chat/completions/batch"])
+async def test_nor_does_it_where_prompts_are_not_read(path: str, settings: list[dict[str, Any]]) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(FakeWorker(answers(response()))) for _ in settings]
+        rig = await stack.enter_async_context(relay(workers, settings=settings))
+        bodies = [body_of(CHAT, **SPOOFED), b'--x\r\nname="kv_transfer_params"\r\n\r\n{}\r\n--x--', b"[1]"]
+        async with rig.connect() as client:
+            for body in bodies:
+                client.send(request(body, path))
+                assert (await client.read_message()).status == 200
+        await rig.settled()
+    asked = {message.body for worker in workers for message in worker.requests}
+    assert asked == {body_of(CHAT), *bodies[1:]}
+
+
 async def test_prefill_and_decode_worker_are_chosen_together() -> None:
     """The prefill worker that alone is best would be far from the decode worker that has room."""
     settings = [{"role": role, "domain": domain} for role in ("prefill", "decode") for domain in ("a", "b")]
