@@ -198,6 +198,8 @@ def sglang_body(fields: Fields, worker: Worker, count: int) -> bytes:
         meeting = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": rooms[0]}
     else:
         meeting = {"bootstrap_host": [host] * count, "bootstrap_port": [port] * count, "bootstrap_room": rooms}
+    if worker.config.data_parallel_rank is not None:  # it need not be the one that follows from the room
+        meeting["disagg_prefill_dp_rank"] = worker.config.data_parallel_rank
     return _encode(fields | meeting)
 
 

@@ -113,6 +113,20 @@ async def test_sglang_legs_meet_in_one_room_per_sequence() -> None:
         assert asked == {"model": MODEL, **BODIES[CHAT], "n": n}
 
 
+async def test_sglangs_decode_worker_is_told_which_data_parallel_rank_prefills() -> None:
+    settings = [one | {"pd": "sglang", "data_parallel_rank": rank} for rank, one in enumerate(ROLES, start=2)]
+    async with (
+        FakeWorker(answers(response())) as prefill,
+        FakeWorker(answers(response())) as decode,
+        relay([prefill, decode], settings=settings) as rig,
+    ):
+        assert (await ask(rig, CHAT)).status == 200
+        await rig.settled()
+    [asked] = decode.requests
+    assert asked.headers["x-data-parallel-rank"] == "3"
+    assert msgspec.json.decode(asked.body)["disagg_prefill_dp_rank"] == 2
+
+
 @asynccontextmanager
 async def lmcache_pair(
     ranks: int, notices: Sequence[bytes], decodes: Sequence[bytes] = (b"",), **disaggregation: Any
