@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import inf
@@ -12,11 +13,13 @@ import httpx
 import numpy as np
 
 from gateway.config_workers import DisaggregationConfig
+from gateway.fleet.polling import control_client
 from gateway.fleet.registry import Registry, Worker
 from gateway.observe.observer import Observer
 from gateway.relay.notices import Notices
 from gateway.relay.turns import Turns
 from gateway.sharing.news import Outbox
+from gateway.tasks import spawn
 from policies.base import Floats
 from policies.disaggregation import LinkRates
 
@@ -57,6 +60,7 @@ class HandOverBook:
         self._transfers: Counter[Pair] = Counter()
         self._moved_bytes: defaultdict[Pair, float] = defaultdict(float)
         self._engines: dict[Worker, tuple[str, float]] = {}
+        self._asked: dict[Worker, asyncio.Task[str | None]] = {}
         # By decode worker, the prefill workers whose KV has not arrived there, since any last did.
         self._lost_from: defaultdict[str, set[str]] = defaultdict(set)
         for worker in registry.workers.values():
@@ -141,18 +145,29 @@ class HandOverBook:
         return table
 
     async def engine_id(self, worker: Worker) -> str | None:
-        """Return the id of a Mooncake prefill engine, as its bootstrap server says; None where that does not answer."""
+        """Return the id of a Mooncake prefill engine, as its bootstrap server says; None where that does not answer.
+
+        All requests that need it at the same time ask once.
+        """
         engine, asked_at = self._engines.get(worker, ("", 0.0))
         if engine and monotonic() - asked_at < _ENGINE_TTL_S:
             return engine
+        if worker not in self._asked:
+            self._asked[worker] = spawn(self._ask_bootstrap_server(worker), f"bootstrap server of {worker.name}")
+        return await asyncio.shield(self._asked[worker])
+
+    async def _ask_bootstrap_server(self, worker: Worker) -> str | None:
+        self._engines.pop(worker, None)
         try:
-            async with httpx.AsyncClient(trust_env=False, timeout=_QUERY_TIMEOUT_S) as client:
+            async with asyncio.timeout(_QUERY_TIMEOUT_S), control_client() as client:
                 answer = await client.get(f"{bootstrap_url(worker)}/query")
             engine = str(answer.json()[str(worker.config.data_parallel_rank or 0)]["engine_id"])
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):
-            self._engines.pop(worker, None)
+        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):
             return None
-        self._engines[worker] = engine, monotonic()
+        finally:
+            del self._asked[worker]
+        if worker.row >= 0:
+            self._engines[worker] = engine, monotonic()
         return engine
 
     def _on_change(self, worker: Worker, joined: bool) -> None:

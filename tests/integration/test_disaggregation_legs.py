@@ -287,6 +287,27 @@ async def test_what_a_prefill_worker_nests_too_deeply_to_read_hands_nothing_over
             assert handovers(rig) == counted("w0", "", "prefill_failed")
 
 
+async def test_requests_that_come_together_ask_a_prefill_worker_once_who_it_is() -> None:
+    waiting = 3
+
+    async def answers_late(wire: Wire, _: Message) -> None:
+        await eventually(lambda: rig.services.hand_overs._decisions["apart"] == waiting)
+        wire.send(response(b'{"0":{"engine_id":"prefill-engine"}}'))
+
+    async with (
+        FakeWorker(answers_late) as server,
+        FakeWorker(answers(response())) as prefill,
+        FakeWorker(answers(response())) as decode,
+    ):
+        settings = [one | {"pd": "mooncake", "bootstrap_port": server.port} for one in ROLES]
+        async with relay([prefill, decode], settings=settings, disaggregation=ALWAYS) as rig:
+            asking = [asyncio.ensure_future(ask(rig, CHAT)) for _ in range(waiting)]
+            assert {message.status for message in await asyncio.gather(*asking)} == {200}
+            await rig.settled()
+    assert len(server.requests) == 1
+    assert all(b"prefill-engine" in message.body for message in decode.requests)
+
+
 async def test_a_client_that_leaves_while_the_prefill_worker_is_asked_who_it_is() -> None:
     bootstrap = Patient()
     async with FakeWorker(bootstrap) as server, FakeWorker(Patient()) as prefill, FakeWorker(Patient()) as decode:
