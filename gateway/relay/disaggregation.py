@@ -342,9 +342,9 @@ class HandOver:
                 book.transferred(leg.worker, decoder, size, seconds)
 
     def _keep_turn(self, reader: ParamsReader) -> None:
-        """Note where the decode worker keeps this turn, if it says so."""
+        """Note where the decode worker keeps this turn, if it says so and has not left meanwhile."""
         params, usage = reader.params(), self._exchange.answer.usage
-        if params is not None and usage is not None and self._decoder is not None:
+        if params is not None and usage is not None and self._decoder is not None and self._decoder.row >= 0:
             assert self._plan.request is not None
             turns = self._services.hand_overs.turns
             turns.keep(self._plan.request, usage.prompt_tokens, self._decoder, params, monotonic())

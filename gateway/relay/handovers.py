@@ -178,7 +178,6 @@ class HandOverBook:
         self.rates.leave(worker.name)
         self.turns.leave(worker)
         self._engines.pop(worker, None)
-        self._lost_from.pop(worker.name, None)
         # All that are gone, not this one alone: a request may have ended after its worker left.
         present = {"", *self._registry.workers}
         for of_pair in (self._ttft_s, self._ttfts, self._transfer_s, self._transfers, self._moved_bytes):
@@ -186,6 +185,8 @@ class HandOverBook:
                 del of_pair[pair]
         for counted in [counted for counted in self._outcomes if not present.issuperset(counted[:2])]:
             del self._outcomes[counted]
+        for name in self._lost_from.keys() - present:
+            del self._lost_from[name]
 
 
 def bootstrap_url(worker: Worker) -> str:
