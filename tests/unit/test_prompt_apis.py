@@ -149,6 +149,11 @@ async def test_a_picture_in_a_tool_result_is_a_message_of_the_user(pipeline):
         {"messages": HELLO, "input": HELLO, "tools": [5]},
         {"messages": HELLO, "input": HELLO, "tools": [{"type": "function", "name": 5}]},
         {"messages": HELLO, "input": HELLO, "tools": [{"type": "namespace", "tools": 5}]},
+        {
+            "messages": HELLO,
+            "input": HELLO,
+            "tools": [{"type": "function", "name": "f", "input_schema": {}, "strict": "true"}],
+        },
         {"messages": HELLO, "input": HELLO, "chat_template_kwargs": [1]},
         {"messages": HELLO, "input": HELLO, "stream": 1},
         {},
