@@ -133,7 +133,8 @@ class PromptPipeline:
             candidates: as for ``prompt``.
         """
         if prompt.tokenized and not _renders_otherwise(request) and self.checks.due(candidates.model):
-            payload = partial(_payload, request) if self._source(candidates).tokenizes_alike else _nothing_alike
+            alike = self._source(candidates).tokenizes_alike and not _is_tokenized_otherwise(request)
+            payload = partial(_payload, request) if alike else _nothing_alike
             self.checks.begin(path, body, payload, prompt.ids, candidates)
 
     def body_with_ids(self, body: bytes, prompt: Prompt, candidates: Candidates) -> bytes | None:
@@ -170,7 +171,10 @@ class PromptPipeline:
         segments = await model.segments.get(texts)
         if request.add_special_tokens:
             segments = [*model.before, *segments, *model.after]
-        return await self._exact(segments, root)
+        prompt = await self._exact(segments, root)
+        if isinstance(request, ResponsesRequest) and request.cut_to_fit:  # only the engine knows what fits
+            prompt.exact = prompt.tokenized = False
+        return prompt
 
     async def _going_on(
         self, conversation: Conversation, texts: Sequence[Pieces], cache: SegmentCache, root: Link
@@ -326,6 +330,11 @@ class PromptPipeline:
 def _renders_otherwise(request: InferenceRequest) -> bool:
     """Return whether vLLM's ``/render`` may differ from what it runs: it does not ask how a model disables thinking."""
     return isinstance(request, MessagesRequest) and request.thinking_disabled
+
+
+def _is_tokenized_otherwise(request: InferenceRequest) -> bool:
+    """Return whether vLLM's ``/tokenize`` may differ from what it runs: it puts a called function's arguments first."""
+    return isinstance(request, ResponsesRequest) and any(message.tool_calls for message in request.messages)
 
 
 def _nothing_alike() -> dict[str, Any]:
