@@ -25,7 +25,7 @@ been missed, such a copy of a tenant's block cannot be told from a block without
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -33,7 +33,7 @@ from gateway.events.blocks import ALONE, EVERY_TIER, JOIN, NO_BLOCKS, TIERS_OF, 
 from gateway.events.changes import Changes, runs_of
 from gateway.events.decode import Event, Hash, Removed, Stored
 from policies.base import Tier
-from policies.chunks import TOKEN_BYTES, ChunkHasher
+from policies.chunks import TOKEN_BYTES, ChunkHasher, Medium, media_extra
 
 MAX_BLOCKS: Final = 2_000_000
 MAX_ORPHANS: Final = 50_000
@@ -291,13 +291,16 @@ class Assembler:
         tokens = b"".join([member.tokens for member in members])
         size = self._hasher.chunk_bytes
         first = -missing * TOKEN_BYTES  # more than 0 if the oldest member began in the chunk before
+        own = len(tokens) - len(block.tokens)  # where the block itself begins
+        at = 0  # where the first of ``members`` does
         for start in range(first, len(tokens) - size + 1, size):
-            items = [item for member in members for item in member.extra]
-            extra = b"\0".join(dict.fromkeys(items)) if items else b""
+            extra = b""
+            if any(member.media for member in members):
+                extra = media_extra(_media(members, (at - start) // TOKEN_BYTES))
             block.chain = self._hasher.next(block.chain, tokens[start : start + size], extra)
             block.root = block.root or block.chain
             block.chunks += (block.chain,)
-            members = [block]
+            members, at = [block], own
         block.open -= len(block.chunks) * self._hasher.chunk_tokens
         if not block.open:
             block.tokens = b""  # no chunk reaches back over it
@@ -390,3 +393,11 @@ class Assembler:
         if not block.tiers and block.next is None:
             self._forget(key, block)
             self.heard_all = False  # copies of it may yet be announced
+
+
+def _media(blocks: Iterable[Block], at: int) -> Iterator[Medium]:
+    """Yield the media of blocks that follow each other; the first begins ``at`` tokens from where media are counted."""
+    for block in blocks:
+        for name, offset in block.media:
+            yield name, at + offset
+        at += len(block.tokens) // TOKEN_BYTES

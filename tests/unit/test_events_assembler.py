@@ -258,7 +258,7 @@ def test_after_a_loss_a_copy_after_a_known_block_may_lack_an_image(worker):
     assert worker.run(PROMPT) == 1
     worker.see(stored([3, 4], PROMPT[4:], parent=2, medium="CPU", extra_keys=[[["image", 0]], None]))
     first, _ = chunks_of(worker.hasher, PROMPT)
-    assert worker.index.tiers(worker.hasher.next(first, packed(PROMPT[4:]), b"image")) == {Tier.HOST}
+    assert worker.index.tiers(worker.hasher.next(first, packed(PROMPT[4:]), b"image@0")) == {Tier.HOST}
 
 
 def test_after_a_loss_copies_of_what_is_known_and_copies_with_their_salt_count(worker):
@@ -288,7 +288,7 @@ def test_multimodal_items_separate_chunks_from_the_first_they_reach_into(worker)
     worker.see(stored([1, 2, 3, 4], PROMPT, extra_keys=[None, None, [["image", 1]], [["image", -1]]]))
     assert worker.run(PROMPT) == 1
     first, second = chunks_of(worker.hasher, PROMPT)
-    with_image = worker.hasher.next(first, packed(PROMPT[4:]), b"image")
+    with_image = worker.hasher.next(first, packed(PROMPT[4:]), b"image@1")
     assert worker.index.tiers(with_image) == {Tier.HBM}
     assert worker.index.tiers(second) == set()
 
