@@ -8,9 +8,10 @@ take ``r/L + max(r, c)·(L − 1)/L + c/L`` together.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
 from policies.base import Tier
@@ -135,11 +136,14 @@ class TierStore:
             gone.append(blocks.popitem(last=False)[0])
         return gone
 
-    def reload_s(self, hashes: Sequence[int], now: float) -> float:
-        """Return how long it would take to bring these blocks to HBM; those still on their way here pass through."""
+    def reload_s(self, hashes: Sequence[int], now: float, ahead: int = 0) -> float:
+        """Return how long it would take to bring these blocks to HBM, behind ``ahead`` others that come from here too.
+
+        Those still on their way here pass through.
+        """
         complete_at = max(self._blocks[block_hash] for block_hash in hashes)  # of complete copies the last use: past
-        link_s = self.read.seconds(len(hashes) * self._moved_bytes, now)
-        return max(complete_at - now, link_s) + len(hashes) * self._codec_s
+        blocks = ahead + len(hashes)
+        return max(complete_at - now, self.read.seconds(blocks * self._moved_bytes, now)) + blocks * self._codec_s
 
     def reload(self, hashes: Sequence[int], now: float) -> float:
         """Bring these blocks to HBM; return when they are there."""
@@ -238,26 +242,29 @@ class TierStack:
                 new, gone = self.stores[0].store(run, now, ready_at=store.reload(run, now))
                 self._note(self.stores[0], new, gone)
 
-    def plan(self, hashes: Sequence[int], held: int, limit: int, tokens: int, now: float) -> Reload:
+    def plan(self, hashes: Sequence[int], held: int, usable: int, tokens: int, now: float) -> Reload:
         """Bring back what is worth it, and say when it is there.
 
         Args:
             hashes: the request's.
             held: how many of them lie in HBM.
-            limit: how many of them are of use.
+            usable: tokens that a cache can spare the request.
             tokens: tokens that the request has to have computed.
             now: simulated time.
         """
+        limit = ceil(usable / self._block_tokens)
         if held >= limit or not self.stores:
             return NO_RELOAD
         best_s = self._profile.ttft_s(tokens - held * self._block_tokens, held * self._block_tokens)
         reload_s = delay_s = 0.0
         runs: list[tuple[TierStore, int, int]] = []
+        ahead: Counter[TierStore] = Counter()
         chosen = 0
         for store, first, last in self._runs(hashes, held, limit):
             runs.append((store, first, last))
-            reload_s = max(reload_s, store.reload_s(hashes[first:last], now))
-            cached = min(last * self._block_tokens, tokens - 1)
+            reload_s = max(reload_s, store.reload_s(hashes[first:last], now, ahead[store]))
+            ahead[store] += last - first
+            cached = min(last * self._block_tokens, usable)
             compute_s = self._profile.ttft_s(tokens - cached, cached)
             both_s = self._pipelined_s(reload_s, compute_s)
             if both_s < best_s:
