@@ -210,16 +210,16 @@ class TierStack:
     def computed(self, hashes: Sequence[int], now: float) -> None:
         """A run has come to HBM."""
         if self._offload == "store":
-            self._copy_down(hashes, now)
+            self._copy_down(hashes, self.stores, now)
 
     def evicted(self, hashes: Sequence[int], now: float) -> None:
         """A run has left HBM, its last block first; it was copied before, if that is when blocks are copied."""
         if self._offload == "evict":
-            self._copy_down(hashes[::-1], now)
+            self._copy_down(hashes[::-1], self.stores, now)
 
-    def _copy_down(self, hashes: Sequence[int], now: float) -> None:
-        """Copy a run to the first tier; what each tier cannot hold any longer goes to the one below it."""
-        for store in self.stores:
+    def _copy_down(self, hashes: Sequence[int], stores: Sequence[TierStore], now: float) -> None:
+        """Copy a run to the first of ``stores``; what each cannot hold any longer goes to the one below it."""
+        for store in stores:
             new, gone = store.store(hashes, now)
             self._note(store, new, gone)
             if not gone:
@@ -236,11 +236,16 @@ class TierStack:
         """
         if not self._prefetch:
             return
+        nearest, *lower = self.stores
+        makes_way: list[int] = []
         for store, first, last in self._runs(hashes, held, len(hashes)):
-            if store is not self.stores[0] and store.read.down_until <= now:
+            if store is not nearest and store.read.down_until <= now:
                 run = hashes[first:last]
-                new, gone = self.stores[0].store(run, now, ready_at=store.reload(run, now))
-                self._note(self.stores[0], new, gone)
+                new, gone = nearest.store(run, now, ready_at=store.reload(run, now))
+                self._note(nearest, new, gone)
+                makes_way += gone
+        if makes_way:
+            self._copy_down(makes_way, lower, now)
 
     def plan(self, hashes: Sequence[int], held: int, usable: int, tokens: int, now: float) -> Reload:
         """Bring back what is worth it, and say when it is there.

@@ -201,6 +201,15 @@ def test_waiting_requests_have_their_prefix_brought_closer():
     assert tiers.stores[0].reload_s(range(10, 50), 5.0) == pytest.approx(40 * BLOCK_BYTES / 7e9)
 
 
+def test_what_makes_way_for_a_prefetched_prefix_moves_down():
+    tiers = stack(HOST, DISK)
+    tiers.computed(range(100, 164), now=0.0)
+    tiers.stores[1].store(range(50), now=0.0)
+    tiers.prefetch(range(50), 0, now=5.0)
+    assert all(block in tiers.stores[0] for block in range(50))
+    assert all(block in tiers.stores[0] or block in tiers.stores[1] for block in range(100, 164))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
