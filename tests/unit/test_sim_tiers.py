@@ -8,7 +8,7 @@ import pytest
 
 from policies.base import Tier
 from sim.engine import simulate
-from sim.fleet import FleetSettings, TierSettings, host_tier
+from sim.fleet import DisaggregationSettings, FleetSettings, TierSettings, host_tier
 from sim.index import FleetIndex, Speculations
 from sim.profiles import find_profile
 from sim.requests import SimRequest, Trace
@@ -229,3 +229,10 @@ def test_impossible_tiers_are_refused(fields, message):
 def test_tiers_are_listed_fastest_first():
     with pytest.raises(ValueError, match="fastest first"):
         FleetSettings(tiers=(DISK, HOST))
+
+
+def test_tiers_have_names_of_their_own():
+    with pytest.raises(ValueError, match="'nvme' names several"):
+        FleetSettings(tiers=(DISK, replace(POOL, name="nvme")))
+    with pytest.raises(ValueError, match="'transfer' names several"):
+        FleetSettings(tiers=(replace(POOL, name="transfer"),), disaggregation=DisaggregationSettings(prefill_workers=1))
