@@ -132,6 +132,8 @@ class Inference:
             raise bad_request("echo is not supported by a simulated worker", "echo")
         if body.max_tokens is not None and body.max_tokens < 1:
             raise bad_request(f"max_tokens must be at least 1, got {body.max_tokens}.", "max_tokens")
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
         if not all(body.stops):
             raise bad_request("stop cannot contain an empty string.")
         if body.cache_salt is not None and not _SALT.fullmatch(body.cache_salt):

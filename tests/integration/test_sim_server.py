@@ -216,6 +216,7 @@ async def test_a_salt_and_an_adapter_have_caches_of_their_own():
         (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "max_tokens must be at least 1, got 0"),
         (CHAT, {"messages": [USER], "max_completion_tokens": 0}, 400, "max_tokens", "must be at least 1, got 0"),
         (TEXT, {"prompt": "x", "stop": ["y", ""]}, 400, None, "stop cannot contain an empty string."),
+        (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options", "when `stream=True`"),
         (TEXT, {"prompt": "x", "logprobs": -2}, 400, "logprobs", "must be a positive value"),
         (
             TEXT,
@@ -481,7 +482,7 @@ async def test_a_script_decides_the_output():
 async def test_a_taken_port_is_an_error_and_leaves_nothing_behind(served):
     worker, _ = served
     port = int(worker.url.rpartition(":")[2])
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(OSError, match=f"port {port}: .*in use"):
         async with SimWorker(WorkerSettings(port=port)):
             pass
 
