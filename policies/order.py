@@ -248,7 +248,7 @@ class Turnstile:
         self._order = order
         self._outstanding = 0
         self._heap: list[tuple[int, float, int, Held]] = []
-        self._apart: dict[Held, None] = {}  # those that have lost their context, as they came
+        self._apart: dict[Held, None] = {}  # lost their context; by priority, then as they came
         self._numbers = count()
 
     def look(self, capacity_tokens: float, now: float) -> None:
@@ -268,7 +268,7 @@ class Turnstile:
         self.waiting += 1
         self.waiting_s += held.work_s
         if apart:
-            self._apart[held] = None
+            self._set_apart(held)
         else:
             heappush(self._heap, (-held.priority, held.rank, next(self._numbers), held))
         if self._apart and self._next() is held and self._fits(held):
@@ -314,6 +314,12 @@ class Turnstile:
                 ):
                     first = held
         return first
+
+    def _set_apart(self, held: Held) -> None:
+        last = next(reversed(self._apart), held)
+        self._apart[held] = None
+        if held.priority > last.priority:
+            self._apart = dict.fromkeys(sorted(self._apart, key=lambda each: -each.priority))
 
     def _go(self, held: Held) -> None:
         if held in self._apart:
