@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from gateway.config import Config
-from gateway.fleet.registry import Candidates, Registry, Worker
+from gateway.fleet.registry import Candidates, Registry, State, Worker
 from gateway.observe.observer import Observer
 from gateway.prompt.prompt import Prompt
 from gateway.prompt.request import InferenceRequest
@@ -85,6 +85,8 @@ class Pieces:
 
     def obstacle(self, worker: Worker, long: LongPrompt) -> str:
         """Return why a worker gets a long prompt whole, whatever it has cached; "" where it may get pieces."""
+        if worker.state is not State.READY:
+            return f"the worker is {worker.state}"
         if not worker.config.answers_alone:
             return "the worker answers nothing alone"
         if monotonic() < self._paused_until.get(worker, 0.0):

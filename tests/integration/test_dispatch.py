@@ -232,6 +232,24 @@ async def test_a_conversation_that_has_lost_its_context_waits_for_room_and_is_pa
         await eventually(lambda: crowded.came == ["runner", "new", "turn 2"])
 
 
+async def test_what_was_only_held_before_has_lost_no_context(monkeypatch) -> None:
+    monkeypatch.setattr("policies.room.BUSY", -1.0)
+    monkeypatch.setattr("policies.room.PATIENCE", 1e6)
+    async with fleet(2, capacity_tokens=500) as (rig, [failing, crowded]), AsyncExitStack() as stack:
+        clients = Clients(rig, stack)
+        await clients.ask("busy", prompt=list(range(10)))
+        await eventually(lambda: failing.came == ["busy"])
+        await clients.ask("runner", prompt=list(range(1000, 1480)))
+        await eventually(lambda: crowded.came == ["runner"])
+        crowded.prefill("runner")
+        await eventually(lambda: rig.services.registry.fleet.decode_tokens[1] == 480)
+        await clients.ask("new", prompt=list(range(2000, 2160)))
+        assert waiting(rig) == 1
+        rig.services.registry.set_state(rig.services.registry.workers["w0"], State.EJECTED)
+        await eventually(lambda: crowded.came == ["runner", "new"])
+        assert rig.services.registry.fleet.running[1] == 2  # it did not wait for the other's end
+
+
 async def test_what_is_held_is_explained_and_measured() -> None:
     async with fleet() as (rig, [worker]), AsyncExitStack() as stack:
         clients = Clients(rig, stack)
