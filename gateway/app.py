@@ -44,7 +44,7 @@ from gateway.relay.services import Services
 from gateway.relay.upstream import UpstreamPool
 from gateway.replication.replicator import Replicator
 from gateway.replication.seen import SeenPrompts
-from gateway.serving import Server
+from gateway.serving import Server, allow_sockets
 from gateway.sharing.sharing import Sharing
 from gateway.tasks import spawn
 from policies.chunks import ChunkHasher
@@ -218,6 +218,7 @@ class Gateway:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
+        allow_sockets()
         collapse_memory()
         async with self:
             await asked.wait()

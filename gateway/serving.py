@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Generator
 
@@ -32,6 +33,13 @@ def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket
     except UnicodeError:
         raise ConfigError(f"cannot listen on {host}:{port}: no host can have this name") from None
     return listener
+
+
+def allow_sockets() -> None:
+    """Let this process open as many files as it may: a worker's KV events take six, and the usual limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Server(uvicorn.Server):

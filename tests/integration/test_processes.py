@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -49,7 +50,8 @@ def service(folder: Path, config: dict[str, Any]) -> Iterator[Service]:
     port, *admin_ports = free_ports(3)  # neighbours, as process k has admin port + k
     config["server"] |= {"port": port, "admin_port": admin_ports[0]}
     config["index"] = {"timeout_s": 0.5}
-    with running(kvway("serve", "-c", write_config(folder, config), "--processes", "2")) as process:
+    command = kvway("serve", "-c", write_config(folder, config), "--processes", "2")
+    with running(["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", *command]) as process:  # less than most systems allow
         yield Service(process, port, admin_ports)
 
 
@@ -82,7 +84,7 @@ async def test_processes_share_a_port_survive_a_kill_and_end_together(
 
 
 @pytest.mark.slow
-async def test_the_embedded_valkey_is_tuned_and_nothing_outlives_a_killed_supervisor(
+async def test_valkey_is_tuned_gateways_may_open_all_files_and_nothing_outlives_a_killed_supervisor(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     with service(tmp_path, config_for([], "")) as running_service:
@@ -90,6 +92,9 @@ async def test_the_embedded_valkey_is_tuned_and_nothing_outlives_a_killed_superv
         family = running_service.children()
         (valkey,) = family.keys() - set(running_service.gateways())
         assert "tcache_count" in Path(f"/proc/{valkey}/environ").read_text()
+        for gateway in running_service.gateways():
+            allowed, most = resource.prlimit(gateway, resource.RLIMIT_NOFILE)
+            assert allowed == most
         running_service.process.kill()
         await until(lambda: not any(map(_is_alive, family)), within_s=20)
 
