@@ -249,7 +249,6 @@ class Publisher:
                 for key in keys:
                     for slot in self._table.holders(key):
                         self.mark(slot, (key,))
-                await self._idle.wait()
 
     async def _write(self) -> None:
         while True:

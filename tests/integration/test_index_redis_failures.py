@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import redis
 
 from gateway.config import IndexConfig
 from gateway.index.publisher import FIRST_PRIVATE_SLOT
 from gateway.index.redis_client import UNREACHABLE, RedisClient
+from gateway.tasks import spawn, stop
 from policies.base import Tier
 from tests.index_rig import Replica, began, is_down, says, until
 from tests.residency import hits, prompt
@@ -117,6 +120,28 @@ async def test_a_flushed_server_is_refilled(replica: Replica, admin: redis.Redis
     await until(lambda: says(other, chunks, slot, 100))
     assert one.counters.generations == 1
     assert await other.acquire_slot("c") not in (slot, taken)
+
+
+async def test_a_flushed_server_is_refilled_while_events_never_pause(replica: Replica, admin: redis.Redis) -> None:
+    one, other = replica(), replica()
+    slot = await one.acquire_slot("a")
+    held, passing = prompt(100), prompt(1, seed=1)
+    await one.store(slot, held, Tier.HBM)
+    await one.flush()
+
+    async def keep_changing() -> None:
+        while True:
+            await one.store(slot, passing, Tier.HBM)
+            await asyncio.sleep(0)
+            await one.remove(slot, passing, Tier.HBM)
+            await asyncio.sleep(0)
+
+    changing = spawn(keep_changing(), "events")
+    for _ in range(2):
+        admin.flushall()
+        assert await hits(other, held, [slot]) == [0]
+        await until(lambda: says(other, held, slot, 100))
+    await stop(changing)
 
 
 async def test_a_full_server_means_fail_open_until_there_is_room(replica: Replica, admin: redis.Redis) -> None:
