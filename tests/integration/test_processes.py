@@ -136,7 +136,7 @@ async def test_an_embedded_valkey_that_cannot_start_says_why(tmp_path: Path, mon
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    with pytest.raises(ConfigError, match="did not start within 10 s, in .*: unix socket path too long"):
+    with pytest.raises(ConfigError, match=r"did not start within 10 s, in .*: unix socket path too long"):
         await supervise(Config.model_validate(ANYWHERE), 2)
 
 
