@@ -192,7 +192,7 @@ class Publisher:
                 self.failed(error)
                 pause = min(2 * pause, _RENEW_S)
             else:
-                if self._away:
+                if self._away and self.up.is_set():  # since the last renewal, nobody has waited in vain
                     self._away = False
                     log.info("the shared index answers again")
                 self.up.set()

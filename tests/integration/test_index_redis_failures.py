@@ -12,7 +12,7 @@ from gateway.index.publisher import FIRST_PRIVATE_SLOT
 from gateway.index.redis_client import UNREACHABLE, RedisClient
 from gateway.tasks import spawn, stop
 from policies.base import Tier
-from tests.index_rig import Replica, began, is_down, says, until
+from tests.index_rig import Replica, began, is_down, is_up, says, until
 from tests.residency import hits, prompt
 from tests.valkey import Valkey
 
@@ -37,6 +37,24 @@ async def test_a_decision_waits_for_a_frozen_server_once_and_no_longer(replica: 
     assert (other.counters.timeouts, other.counters.skipped) == (timeouts + 1, skipped + 10)
     valkey.thaw()
     await until(lambda: says(other, chunks, slot, 5))
+
+
+async def test_of_a_server_that_is_too_slow_for_decisions_the_log_says_so_once(
+    replica: Replica, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.index.publisher._RENEW_S", 60)  # only after a failure, or when told
+    caplog.set_level("INFO", "kvway.index")
+    one, other = replica(), replica(timeout_s=0)
+    slot = await one.acquire_slot("a")
+    await other.acquire_slot("b")
+    for number in range(1, 6):
+        await until(lambda: is_up(other))
+        assert await hits(other, prompt(1), [slot]) == [0]
+        assert other.counters.timeouts == number
+    assert caplog.messages == ["the shared index is out of reach: no answer within index.timeout_s, 0 s"]
+    await until(lambda: is_up(other))
+    other.learn_owners()
+    await until(lambda: has_said(caplog, "the shared index answers again"))
 
 
 async def test_a_server_that_pauses_is_asked_again_and_nothing_is_written_anew(
@@ -233,3 +251,7 @@ async def test_a_connection_that_is_reset_just_before_a_command_is_a_server_out_
     with pytest.raises(UNREACHABLE):
         await connection.send_command("PING")
     await client.close()
+
+
+async def has_said(caplog: pytest.LogCaptureFixture, message: str) -> bool:
+    return message in caplog.messages
