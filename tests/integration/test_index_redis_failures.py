@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 import pytest
 import redis
@@ -160,6 +161,32 @@ async def test_a_flushed_server_is_refilled_while_events_never_pause(replica: Re
         assert await hits(other, held, [slot]) == [0]
         await until(lambda: says(other, held, slot, 100))
     await stop(changing)
+
+
+async def test_what_changes_while_everything_is_written_anew_does_not_wait_for_it(
+    replica: Replica, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.index.publisher._BATCH_CHUNKS", 16)
+    monkeypatch.setattr("gateway.index.table._STEP_CHUNKS", 16)
+    one = replica()
+    large, small = await one.acquire_slot("a"), await one.acquire_slot("b")
+    await one.store(large, prompt(2000), Tier.HBM)
+    await one.flush()
+    batches: list[set[int]] = []
+    write = one._store.write
+
+    async def watched(keys_by_nibble: Mapping[tuple[int, int], Sequence[bytes]]) -> None:
+        batches.append({slot for slot, _ in keys_by_nibble})
+        await write(keys_by_nibble)
+
+    monkeypatch.setattr(one._store, "write", watched)
+    admin.flushall()
+    await until(lambda: began(one, 1))
+    before = len(batches)
+    await one.store(small, prompt(3, seed=1), Tier.HBM)
+    await one.flush()
+    assert len(batches) > before + 50
+    assert any(small in batch for batch in batches[before : before + 3])
 
 
 async def test_a_full_server_means_fail_open_until_there_is_room(replica: Replica, admin: redis.Redis) -> None:
