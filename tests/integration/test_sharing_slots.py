@@ -157,8 +157,8 @@ async def test_who_has_not_heard_of_owners_for_long_reads_nothing(
 async def test_an_answer_that_may_be_of_the_slots_next_owner_is_not_believed(
     follower: Follower, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.index.redis_store.FREED_S", 0.1)
-    monkeypatch.setattr("gateway.index.redis.TRUST_S", 0.05)
+    monkeypatch.setattr("gateway.index.redis_store.FREED_S", 0.6)
+    monkeypatch.setattr("gateway.index.redis.TRUST_S", 0.3)
     monkeypatch.setattr("gateway.index.publisher._RENEW_S", 0.02)
     number = await follower.follow("worker-0")
     await reader.told({"worker-0": number})
@@ -168,7 +168,7 @@ async def test_an_answer_that_may_be_of_the_slots_next_owner_is_not_believed(
     async def read_late(chunks: Sequence[bytes], root: bytes) -> Iterator[tuple[int, int]]:
         await follower.index.release_slot(follower.slots["worker-0"])
         await follower.index.flush()
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.7)
         assert await follower.follow("worker-1") == number
         return await read(chunks, root)
 
