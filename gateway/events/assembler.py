@@ -74,7 +74,7 @@ class Assembler:
         self._group: int | None = None
         self._block_size = 0  # of what was last announced in HBM
         self._cleared = False
-        # What tiers that have never removed anything have announced since the last `age`, and before.
+        # Of what tiers hold that have never removed anything: announced since the last `age`, and before.
         self._young: dict[Tier, dict[Hash, None]] = {tier: {} for tier in Tier if tier is not Tier.HBM}
         self._old: dict[Tier, dict[Hash, None]] = {tier: {} for tier in self._young}
         self._reset()
@@ -87,6 +87,8 @@ class Assembler:
         self._holdings: dict[Tier, dict[bytes, int]] = {tier: {} for tier in Tier}  # chunk → blocks that end it
         self._stored: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}  # chunk → root
         self._removed: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}
+        for ages in (self._young, self._old):
+            ages.update({tier: {} for tier in ages})
 
     def __len__(self) -> int:
         """Blocks that are known."""
@@ -132,8 +134,7 @@ class Assembler:
         """Where nothing is ever removed: forget what was not announced again since the call before this one."""
         for tier, young in self._young.items():
             for key in self._old[tier].keys() - young.keys():
-                if key in self._blocks:
-                    self._shed(key, 1 << tier)
+                self._shed(key, 1 << tier)
             self._old[tier], self._young[tier] = young, {}
 
     def void(self, tiers: Iterable[Tier]) -> None:
@@ -163,8 +164,6 @@ class Assembler:
             self._group = event.group
         describes = bool(tokens) and (keyed or self._describes(event))
         blocks, tier, parent = self._blocks, event.tier, event.parent
-        if tier in self._young:
-            self._young[tier].update(dict.fromkeys(event.hashes))
         if parent is None:
             before: Block | None = Block(None, b"", chain=self._hasher.root(self.model, event.lora, event.salt))
         else:
@@ -184,6 +183,8 @@ class Assembler:
                     if key in self._waiting:
                         self._attach_orphans(key, block)
             parent, before = key, block
+        if tier in self._young:
+            self._young[tier].update(dict.fromkeys(filter(blocks.__contains__, event.hashes)))
 
     def _remove(self, event: Removed) -> None:
         if event.group != self._group and not self._stands(event.group):
@@ -389,6 +390,9 @@ class Assembler:
         block = self._blocks[key]
         for tier in TIERS_OF[tiers]:
             self._copies.pop((key, tier), None)
+            if tier in self._young:
+                self._young[tier].pop(key, None)
+                self._old[tier].pop(key, None)
         self._change(block, block.tiers & ~tiers)
         if not block.tiers and block.next is None:
             self._forget(key, block)

@@ -364,6 +364,18 @@ def test_blocks_are_bounded_and_what_is_given_up_is_removed():
     assert sum(map(len, worker.index.held.values())) <= 100
 
 
+def test_of_a_tier_that_never_removes_no_more_is_remembered_than_is_known():
+    worker = Worker(max_blocks=100)
+    for number in range(400):
+        worker.see(stored([2 * number, 2 * number + 1], tokens(4, start=number), medium="CPU"))
+        worker.see({"type": "BlockStored", "block_hashes": [-number - 1], "medium": "CPU"})  # of nobody knows what
+    assert 0 < len(worker.assembler._young[Tier.HOST]) <= len(worker.assembler)
+    worker.see(CLEARED)
+    assert not worker.assembler._young[Tier.HOST]
+    age(worker, times=2)
+    assert worker.run(tokens(4, start=399)) == 0
+
+
 def test_one_branch_that_is_longer_than_the_bound_is_cut_back_from_its_end():
     worker = Worker(max_blocks=100)
     ids = tokens(2000)
