@@ -76,16 +76,16 @@ class Stop:
     pieces: list[str]
 
 
-def find_stop(pieces: Sequence[str], stops: Sequence[str], included: bool) -> Stop | None:
+def find_stop(pieces: Sequence[str], stops: Sequence[str], included: bool, least: int) -> Stop | None:
     """Return where the first of the stop strings ends an answer; None: it has none of them.
 
     As in vLLM, the text ends before the stop string, or behind it where that is to be ``included``, and of several that
-    one token completes the first in the request's order counts.
+    one token completes the first in the request's order counts; the first ``least`` tokens complete none.
     """
     text = ""
     for tokens, piece in enumerate(pieces, 1):
         text += piece
-        for stop in stops:
+        for stop in stops if tokens > least else ():
             at = text.find(stop, max(0, len(text) - len(piece) - len(stop) + 1))
             if at >= 0:
                 return Stop(stop, tokens, _within(pieces[:tokens], at + len(stop) if included else at))

@@ -86,9 +86,10 @@ class Inference:
         """``POST /v1/completions``."""
         raw = await request.body()
         body = decode(raw, CompletionBody)
+        if body.max_tokens is None:
+            body.max_tokens = 16  # vLLM's default for text completions
         self._check(body)
         tokens = [await self.encode(prompt, len(raw)) for prompt in prompts(body.prompt, "prompt")]
-        body.max_tokens = body.max_tokens or 16  # vLLM's default for text completions
         return await self._generate(request, TEXT, body, tokens)
 
     async def encode(self, prompt: Chat | str | Sequence[int], size: int) -> Tokens:
@@ -132,6 +133,11 @@ class Inference:
             raise bad_request("echo is not supported by a simulated worker", "echo")
         if body.max_tokens is not None and body.max_tokens < 1:
             raise bad_request(f"max_tokens must be at least 1, got {body.max_tokens}.", "max_tokens")
+        if body.min_tokens < 0:
+            raise bad_request(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.", "min_tokens")
+        if body.max_tokens is not None and body.min_tokens > body.max_tokens:
+            limit = f"max_tokens={body.max_tokens}"
+            raise bad_request(f"min_tokens must be less than or equal to {limit}, got {body.min_tokens}.", "min_tokens")
         if body.stream_options is not None and not body.stream:
             raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
         if not all(body.stops):
@@ -202,12 +208,12 @@ class Inference:
     ) -> Generation:
         settings, tokenizer = self._settings, self._tokenizer
         room = settings.context_tokens - len(prompt)
-        length = min(body.max_tokens or settings.output_tokens, room)
+        length = min(body.max_tokens or max(settings.output_tokens, body.min_tokens), room)
         reason = "length" if body.max_tokens or length == room else "stop"
         scripted = settings.script(prompt) if settings.script is not None else None
         ids = tokenizer.answer(prompt, length) if scripted is None else array("I", scripted[:length])
         pieces = texts = tokenizer.pieces(ids)
-        stop = find_stop(pieces, body.stops, bool(body.include_stop_str_in_output))
+        stop = find_stop(pieces, body.stops, bool(body.include_stop_str_in_output), body.min_tokens)
         if stop is not None:
             ids, texts, reason = ids[: stop.tokens], stop.pieces, "stop"
         logprobs = None

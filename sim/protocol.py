@@ -59,6 +59,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = False
     n: int | None = 1

@@ -139,6 +139,14 @@ async def test_an_answer_ends_at_the_first_stop_string(included, after):
     assert len(chunks) == whole["usage"]["completion_tokens"] == 4
 
 
+async def test_no_stop_string_ends_an_answer_before_its_least_length():
+    answer = ByteTokenizer().encode_text("a b c a b c a b c ").tolist()
+    async with worker_and_client(script=lambda _: answer) as (_, client):
+        body = {"messages": [USER], "stop": "b", "min_tokens": 2}
+        choice = (await client.post(CHAT, json=body)).json()["choices"][0]
+    assert choice["message"]["content"] == "a b c a "  # of three tokens; the first has a b, too
+
+
 @pytest.mark.parametrize("folder", [None, TINY], ids=["bytes", "files"])
 async def test_log_probabilities_come_with_every_token(folder):
     async with worker_and_client(tokenizer=folder, stream_interval=3) as (_, client):
@@ -217,6 +225,8 @@ async def test_a_salt_and_an_adapter_have_caches_of_their_own():
         (CHAT, {"messages": [USER], "max_completion_tokens": 0}, 400, "max_tokens", "must be at least 1, got 0"),
         (TEXT, {"prompt": "x", "stop": ["y", ""]}, 400, None, "stop cannot contain an empty string."),
         (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options", "when `stream=True`"),
+        (TEXT, {"prompt": "x", "min_tokens": 17}, 400, "min_tokens", "less than or equal to max_tokens=16, got 17"),
+        (CHAT, {"messages": [USER], "min_tokens": -1}, 400, "min_tokens", "greater than or equal to 0, got -1"),
         (TEXT, {"prompt": "x", "logprobs": -2}, 400, "logprobs", "must be a positive value"),
         (
             TEXT,
