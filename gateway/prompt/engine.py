@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
@@ -137,8 +138,8 @@ class EngineTokenizer:
             raise
 
     async def _ask(self, worker: WorkerConfig, path: str, body: bytes) -> EnginePrompt:
-        """Ask what was not asked yet; all who ask the same get the same answer."""
-        key = mmh3_x64_128_digest(body) + path.encode()
+        """Ask what was not asked yet today, as templates tell the date; all who ask the same get the same answer."""
+        key = mmh3_x64_128_digest(body) + f"{path} {date.today()}".encode()
         known = self._known.get(key)
         if known is not None:
             return known

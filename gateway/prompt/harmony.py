@@ -206,12 +206,17 @@ def _calls(message: Message) -> list[dict[str, Any]]:
 
 
 def _flat(content: str | list[Any] | None) -> str | None:
-    """Return a content as one text, None where it holds none."""
+    """Return a content as one text, None where it holds none.
+
+    Raises:
+        Unreadable: parts are not all plain texts; vLLM may lose the others with them.
+    """
     if content is None or isinstance(content, str):
         return content
-    texts = [part if isinstance(part, str) else part.get("text") for part in content if isinstance(part, (str, dict))]
-    found = [_text(text) for text in texts if text is not None]
-    return "".join(found) if found else None
+    if not all(isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content):
+        raise Unreadable("parts that are no texts")
+    texts = [_text(part if isinstance(part, str) else part.get("text")) for part in content]
+    return "".join(texts) if texts else None
 
 
 def _texts(content: str | list[Any] | None) -> list[str]:

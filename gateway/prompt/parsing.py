@@ -128,15 +128,12 @@ def _parse_loosely(body: bytes) -> dict[str, Any]:
 
 
 def _second_opinion(body: bytes, error: msgspec.DecodeError) -> dict[str, Any]:
-    """Parse with the parser that engines use: it accepts NaN, for one."""
+    """Parse with the parser that engines use: it accepts NaN, and lone surrogates in what the engine does not read."""
     if not body:
         raise BadRequest("The request body is empty; send a JSON object.")
     if body.count(b",") <= _SECOND_OPINION_COMMAS:
         try:
             fields = json.loads(body)
-            json.dumps(fields, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise BadRequest("The request body holds a lone surrogate, which is not valid Unicode.") from None
         except RecursionError:
             raise BadRequest("The request body is nested too deeply.") from None
         except ValueError:  # the error that msgspec gave says where
@@ -170,13 +167,18 @@ def _opaque(request: InferenceRequest, fields: dict[str, Any]) -> InferenceReque
             raise BadRequest(f"{where!r} must be of type object, not {_type_name(message)}.", param=where)
     for name, kept in _KEPT.items():
         value = fields.get(name)
-        if isinstance(value, kept):
+        if isinstance(value, kept) and not _has_surrogate(value):
             setattr(request, name, value)
     limits = (fields.get(name) for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"))
     limit = next((limit for limit in limits if limit is not None), None)
     if isinstance(limit, int):
         request.tokens_limit = limit
     return request
+
+
+def _has_surrogate(value: Any) -> bool:
+    """Return whether a value is a text with a lone surrogate, which can be neither hashed nor sent on."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() != value
 
 
 def _type_name(value: Any) -> str:

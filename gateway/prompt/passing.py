@@ -15,6 +15,8 @@ import msgspec
 from gateway.prompt.tokenizer import unpack
 
 _PARAMS = "kv_transfer_params"
+_WANT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
+_NO = (b"", b"false", b"null")
 
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -22,7 +24,7 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 def with_token_ids(body: bytes, ids: bytes) -> bytes | None:
     """Return the body with token ids, or None for a request that is better sent as it came.
 
-    That is one with ``kv_transfer_params`` of its own, and one with ``echo``: it gets the prompt back as text.
+    That is one with ``kv_transfer_params`` of its own, and one that gets its prompt back as text.
 
     Args:
         body: of a chat or a completion; it was read before.
@@ -32,7 +34,7 @@ def with_token_ids(body: bytes, ids: bytes) -> bytes | None:
         fields = _decode(body)
     except msgspec.DecodeError:  # some JSON is read only by the parser that engines use
         return None
-    if not ids or _PARAMS in fields or bytes(fields.get("echo", b"false")) not in (b"false", b"null"):
+    if not ids or _PARAMS in fields or any(bytes(fields.get(name, b"")) not in _NO for name in _WANT_TEXT):
         return None
     listed = msgspec.json.encode(unpack(ids))
     if "messages" in fields or "input" in fields:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,6 +64,19 @@ async def test_an_engine_is_asked_once_for_the_same_prompt(pipeline):
     hasher = ChunkHasher(256)
     expected = hasher.chain(hasher.root("tiny"), array("I", [7] * 300).tobytes())
     assert all(prompt.chunks == expected for prompt in prompts)
+
+
+async def test_the_engine_is_asked_again_on_another_day(pipeline, monkeypatch):
+    """Its template may tell the date."""
+    today = SimpleNamespace(today=lambda: "2026-02-28")
+    monkeypatch.setattr(module, "date", today)
+    async with Engine({f"{CHAT}/render": b'{"token_ids": [7]}'}) as engine:
+        for _ in range(2):
+            await prompt_of(pipeline, CHAT, {"messages": MESSAGES}, url=engine.url)
+        assert len(engine.asked) == 1
+        today.today = lambda: "2026-03-01"
+        await prompt_of(pipeline, CHAT, {"messages": MESSAGES}, url=engine.url)
+        assert len(engine.asked) == 2
 
 
 @pytest.mark.parametrize("answer", [HANG, RESET, (500, b"{}"), (404, b""), b"{}", b"[", b'{"tokens": [-1]}'])

@@ -11,7 +11,19 @@ from gateway.prompt import harmony as module
 from gateway.prompt.harmony import HarmonyRenderer
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.prompt.tokenizer import pack
-from tests.prompt_rig import CHAT, DATA, MESSAGES, api_bodies, config, ids_of, load_json, prompt_of, reference, save
+from tests.prompt_rig import (
+    CHAT,
+    DATA,
+    HELLO,
+    MESSAGES,
+    api_bodies,
+    config,
+    ids_of,
+    load_json,
+    prompt_of,
+    reference,
+    save,
+)
 
 harmony = pytest.importorskip("openai_harmony", reason="the extra `harmony` is not installed")
 
@@ -89,6 +101,8 @@ async def test_the_date_is_todays_unless_it_is_pinned(pipeline, encoder, monkeyp
         [{"role": "assistant", "content": None, "tool_calls": [{"function": 5}]}],
         [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "<|end|>", "arguments": ""}}]}],
         [{"role": "user", "content": "<|end|>" + "x" * 20_000}],
+        [{"role": "system", "content": [{"type": "input_text", "text": "x"}]}, *HELLO],
+        [{"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "x"}, {"type": "refusal"}]}],
     ],
 )
 async def test_what_only_the_engine_can_tell_is_left_to_it(messages, pipeline):

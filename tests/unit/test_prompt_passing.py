@@ -38,7 +38,16 @@ def test_of_equal_keys_the_last_one_is_kept_as_the_engine_would():
     assert json.loads(with_token_ids(body, pack(IDS)) or b"")["n"] == 2
 
 
-@pytest.mark.parametrize("more", [{"echo": True}, {"echo": 1}, {"kv_transfer_params": {"do_remote_decode": True}}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"echo": True},
+        {"echo": 1},
+        {"return_prompt_text": True},
+        {"enable_response_messages": True},
+        {"kv_transfer_params": {"do_remote_decode": True}},
+    ],
+)
 @pytest.mark.parametrize("body", [CHAT, COMPLETION])
 def test_what_the_ids_would_disturb_is_sent_as_it_came(body, more):
     assert passed(body | more) is None
