@@ -233,12 +233,13 @@ class HandOver:
         return not self._written.cancel()  # what is done cannot be cancelled
 
     async def _wait_until_written(self, worker: Worker, written: asyncio.Future[None]) -> None:
-        """Wait for LMCache's notices, but not while the worker that is written to is taken to be dead."""
-        assert self._receives is not None
+        """Wait for LMCache's notices, but not while the worker that is written to has left, or is taken to be dead."""
+        receives = self._receives
+        assert receives is not None
         until = monotonic() + self._services.config.disaggregation.lease_s
-        while not written.done() and self._receives.state is State.READY and (left_s := until - monotonic()) > 0:
+        while not written.done() and _is_ready(receives) and (left_s := until - monotonic()) > 0:
             await asyncio.wait([written], timeout=min(left_s, _LOOK_S))
-        if not written.done() and self._receives.state is State.READY:
+        if not written.done() and _is_ready(receives):
             self._services.hand_overs.notices.missed(worker.name)
 
     async def _decode(self, leg: PrefillLeg, tried: Collection[Worker]) -> Route | None:
@@ -364,6 +365,10 @@ class HandOver:
         """Return what the client is to be told was cached: what was so where the prompt was prefilled."""
         answer = self._leg.answer if self._leg is not None else None
         return answer.cached_tokens if answer is not None else None
+
+
+def _is_ready(worker: Worker) -> bool:
+    return worker.state is State.READY and worker.row >= 0
 
 
 def hand_over(services: Services, exchange: Exchange, plan: Plan, received_at: float) -> HandOver | None:
