@@ -270,6 +270,24 @@ async def test_whitespace_at_the_cut_is_neither_lost_nor_doubled() -> None:
     assert msgspec.json.decode(heir.requests[0].body)["messages"][-1]["content"] == "one"
 
 
+async def test_whitespace_is_not_doubled_by_a_worker_that_dies_while_it_repeats_it() -> None:
+    async def repeats(wire: Wire, _: Message) -> None:
+        await wire.send_slowly(STREAM_HEAD, chunk(event(" ")))
+        if len(first.requests) + len(second.requests) == 1:
+            wire.reset()
+        else:
+            wire.send(chunk(event(" two")), chunk(DONE), LAST_CHUNK)
+
+    async with (
+        FakeWorker(dies_after(chunk(event("one  ")))) as dying,
+        FakeWorker(repeats) as first,
+        FakeWorker(repeats) as second,
+        relay([dying, first, second], resumption=ON, retries={"backoff_s": 0.001}) as rig,
+    ):
+        assert await ask(rig, CHAT) == event("one  ") + event("two") + DONE
+        assert (await rig.settled()).attempts == 3
+
+
 async def test_a_continuation_that_ends_without_an_end_is_no_end() -> None:
     async def stops(wire: Wire, _: Message) -> None:
         wire.send(STREAM_HEAD, chunk(event(" two")), LAST_CHUNK)
