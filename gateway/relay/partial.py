@@ -267,7 +267,7 @@ class Joint:
     """Makes the events of a continuation those of the stream that it continues.
 
     Args:
-        identity: what every event is marked with.
+        identity: what every event is marked with; empty where the client has seen no more than comments.
         owed: whitespace at the end of the text so far. Chat templates and tokenizers treat it in ways of their own, so
             the continuation was asked for without it, and begins with it once more.
         prompt_tokens: of the client's prompt, None where that is not known.
@@ -286,6 +286,8 @@ class Joint:
 
     def rewrite(self, event: bytes) -> bytes:
         """Return an event, given without the empty line at its end, as the client is to see it, with it; or nothing."""
+        if not self._identity:
+            return event + b"\n\n"
         try:
             chunk = _decode(data_of(event))
             choices = chunk["choices"]

@@ -260,6 +260,16 @@ async def test_a_stream_without_text_so_far_is_asked_for_as_at_first() -> None:
     assert heir.requests[0].body == streamed(CHAT)
 
 
+async def test_a_stream_of_comments_so_far_begins_with_the_role() -> None:
+    role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+
+    async def begins(wire: Wire, _: Message) -> None:
+        wire.send(STREAM_HEAD, chunk(role), chunk(event("one")), chunk(DONE), LAST_CHUNK)
+
+    async with pair(dies_after(chunk(b": ping\n\n")), begins) as (rig, _):
+        assert await ask(rig, CHAT) == b": ping\n\n" + role + event("one") + DONE
+
+
 async def test_whitespace_at_the_cut_is_neither_lost_nor_doubled() -> None:
     async def repeats(wire: Wire, _: Message) -> None:
         again = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
