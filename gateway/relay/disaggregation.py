@@ -24,8 +24,9 @@ from gateway.relay import legs
 from gateway.relay.alone import dispatch_alone, dispatch_to_prefill_worker
 from gateway.relay.answer import Answer
 from gateway.relay.cached import CachedTokens
+from gateway.relay.decoding import DecodeAnswer
 from gateway.relay.handovers import bootstrap_url
-from gateway.relay.head import RequestHead, ResponseHead
+from gateway.relay.head import RequestHead
 from gateway.relay.pairing import Chosen, Pairing, find_decoder, find_pairing, judge
 from gateway.relay.plan import Plan
 from gateway.relay.prefill import PrefillLeg
@@ -77,14 +78,12 @@ class HandOver:
         self._refused = False  # a prefill worker finds the request wrong: another shall say so to the client
         self._leg: PrefillLeg | None = None
         self._decode_body = b""
-        self._receiver: Receiver | None = None  # of the decode leg under way
+        self._answer: DecodeAnswer | None = None  # of the decode leg under way
         self._decoder: Worker | None = None
         self._moved_tokens = 0  # of the prompt, to the decode worker
-        self._awaits_token = False  # its head was there, and was no error
         self._completed = False
         self._receives: Worker | None = None  # the decode worker that LMCache writes to
         self._written: asyncio.Future[None] | None = None  # and when it has
-        self._reader: ParamsReader | None = None  # of answers whose decode worker keeps their KV
         self._sent_at = 0.0
 
     async def dispatch(self, tried: Collection[Worker]) -> Route:
@@ -96,7 +95,7 @@ class HandOver:
         Raises:
             GatewayError: the model is no longer served, or no worker is there.
         """
-        self._receiver = self._decoder = None
+        self._answer = self._decoder = None
         self._completed = False
         tried = [worker for worker in tried if worker not in self._blameless]
         pairing: Pairing | None = None
@@ -136,14 +135,13 @@ class HandOver:
         leg = self._leg
         assert leg is not None
         as_it_comes = leg.answer is not None and (leg.answer.cached_tokens is None or leg.answer.tells_cached_tokens)
-        self._receiver = inner if as_it_comes else CachedTokens(inner, self._reported_tokens)
-        self._awaits_token = False
+        inner = inner if as_it_comes else CachedTokens(inner, self._reported_tokens)
         keeps = leg.worker.config.pd == "nixl" and self._services.hand_overs.turns.enabled
-        self._reader = ParamsReader() if keeps else None
+        self._answer = DecodeAnswer(inner, self, ParamsReader() if keeps else None)
         self._sent_at = monotonic()
         if leg.failure is not None:
             asyncio.get_running_loop().call_soon(self._lost, leg)
-        return self
+        return self._answer
 
     def failed(self, failure: Failure) -> None:
         """The attempt has failed: nothing is left of its prefill leg, unless that can be of use to the next."""
@@ -160,7 +158,8 @@ class HandOver:
         """The request is over."""
         prefilled = self._leg is not None and self._leg.answer is not None
         self._drop("abandoned" if prefilled else "cancelled")
-        self._receiver = None
+        if self._answer is not None:
+            self._answer.drop()
 
     def begun(self, route: Route | None) -> None:
         """The client has its answer, or the next part of it: nothing is sent any more, and streams live long."""
@@ -235,12 +234,13 @@ class HandOver:
         return not self._written.cancel()  # what is done cannot be cancelled
 
     async def _wait_until_written(self, worker: Worker, written: asyncio.Future[None]) -> None:
-        """Wait for LMCache's notices, but not while the worker that is written to is taken to be dead."""
-        assert self._receives is not None
+        """Wait for LMCache's notices, but not while the worker that is written to has left, or is taken to be dead."""
+        receives = self._receives
+        assert receives is not None
         until = monotonic() + self._services.config.disaggregation.lease_s
-        while not written.done() and self._receives.state is State.READY and (left_s := until - monotonic()) > 0:
+        while not written.done() and _is_ready(receives) and (left_s := until - monotonic()) > 0:
             await asyncio.wait([written], timeout=min(left_s, _LOOK_S))
-        if not written.done() and self._receives.state is State.READY:
+        if not written.done() and _is_ready(receives):
             self._services.hand_overs.notices.missed(worker.name)
 
     async def _decode(self, leg: PrefillLeg, tried: Collection[Worker]) -> Route | None:
@@ -306,13 +306,14 @@ class HandOver:
 
     def _lost(self, leg: PrefillLeg) -> None:
         """A prefill leg has failed beside its decode leg, which waits for KV that will not come."""
-        if leg is not self._leg or self._receiver is None or self._completed:
+        if leg is not self._leg or self._answer is None or self._completed:
             return
+        self._answer.drop()
+        self._answer = None
         self._whole = self._refused = leg.refused
         self._tried.append(leg.worker)
         assert leg.failure is not None and self._decoder is not None
         self._services.hand_overs.ended(leg.worker, self._decoder.name, "prefill_failed")
-        self._receiver = None
         self._exchange.abandon(
             Failure(FailureKind.PARTNER, f"waited for worker {leg.worker.name}, which {leg.failure.detail}")
         )
@@ -328,8 +329,10 @@ class HandOver:
         if leg.failure is None and not self._completed:
             self._services.hand_overs.ended(leg.worker, self._decoder.name if self._decoder else "", outcome)
 
-    def _complete(self) -> None:
-        """The decode worker has begun to answer, and so has the KV."""
+    # What the decode worker's answer shows
+
+    def loaded(self) -> None:
+        """The decode worker has begun to answer, and so the KV has arrived."""
         self._completed = True
         leg, decoder = self._leg, self._decoder
         assert leg is not None and decoder is not None
@@ -342,7 +345,16 @@ class HandOver:
                 size = float(self._moved_tokens * leg.worker.config.tiers.kv_bytes_per_token)
                 book.transferred(leg.worker, decoder, size, seconds)
 
-    def _keep_turn(self, reader: ParamsReader) -> None:
+    def not_loaded(self, detail: str) -> None:
+        """The decode worker could not load the KV: the request is to go another way."""
+        self._answer = None
+        assert self._leg is not None and self._decoder is not None
+        prefill = self._leg.worker
+        self._whole = prefill.config.pd != "sglang"
+        is_to_blame = self._services.hand_overs.lost(prefill, self._decoder)
+        self._exchange.abandon(Failure(FailureKind.BROKEN if is_to_blame else FailureKind.NO_KV, detail))
+
+    def ended(self, reader: ParamsReader) -> None:
         """Note where the decode worker keeps this turn, if it says so and has not left meanwhile."""
         params, usage = reader.params(), self._exchange.answer.usage
         if params is not None and usage is not None and self._decoder is not None and self._decoder.row >= 0:
@@ -355,51 +367,9 @@ class HandOver:
         answer = self._leg.answer if self._leg is not None else None
         return answer.cached_tokens if answer is not None else None
 
-    # The decode worker's answer
 
-    def on_upstream_head(self, head: ResponseHead) -> None:
-        """Its head; the 500 of an engine that could not load the KV is no answer."""
-        if self._receiver is None:
-            return
-        if head.status == 500:
-            self._receiver = None
-            assert self._leg is not None and self._decoder is not None
-            prefill = self._leg.worker
-            self._whole = prefill.config.pd != "sglang"
-            is_to_blame = self._services.hand_overs.lost(prefill, self._decoder)
-            kind = FailureKind.BROKEN if is_to_blame else FailureKind.NO_KV
-            self._exchange.abandon(Failure(kind, "answered 500 to a request with handed-over KV"))
-        else:
-            self._awaits_token = head.status == 200
-            self._receiver.on_upstream_head(head)
-
-    def on_upstream_payload(self, payload: bytes) -> None:
-        """A piece of the body."""
-        if self._receiver is not None:
-            if self._reader is not None:
-                self._reader.feed(payload)
-            self._receiver.on_upstream_payload(payload)
-
-    def on_upstream_data(self, data: bytes) -> None:
-        """Bytes of the body."""
-        if self._receiver is None:
-            return
-        if self._awaits_token:
-            self._awaits_token = False
-            self._complete()
-        self._receiver.on_upstream_data(data)
-
-    def on_upstream_end(self) -> None:
-        """It is complete."""
-        if self._receiver is not None:
-            self._receiver.on_upstream_end()
-            if self._reader is not None:
-                self._keep_turn(self._reader)
-
-    def on_upstream_lost(self, failure: Failure) -> None:
-        """It ended before that."""
-        if self._receiver is not None:
-            self._receiver.on_upstream_lost(failure)
+def _is_ready(worker: Worker) -> bool:
+    return worker.state is State.READY and worker.row >= 0
 
 
 def hand_over(services: Services, exchange: Exchange, plan: Plan, received_at: float) -> HandOver | None:

@@ -267,7 +267,7 @@ class Joint:
     """Makes the events of a continuation those of the stream that it continues.
 
     Args:
-        identity: what every event is marked with.
+        identity: what every event is marked with; empty where the client has seen no more than comments.
         owed: whitespace at the end of the text so far. Chat templates and tokenizers treat it in ways of their own, so
             the continuation was asked for without it, and begins with it once more.
         prompt_tokens: of the client's prompt, None where that is not known.
@@ -276,12 +276,18 @@ class Joint:
 
     def __init__(self, identity: dict[str, Any], owed: str, prompt_tokens: int | None, sent: int) -> None:
         self._identity = identity
-        self._owed = owed
+        self._owed = self._unrepeated = owed
         self._prompt_tokens = prompt_tokens
         self._sent = sent
 
+    def begin(self) -> None:
+        """A worker begins; one before it may have died before it brought anything new."""
+        self._unrepeated = self._owed
+
     def rewrite(self, event: bytes) -> bytes:
         """Return an event, given without the empty line at its end, as the client is to see it, with it; or nothing."""
+        if not self._identity:
+            return event + b"\n\n"
         try:
             chunk = _decode(data_of(event))
             choices = chunk["choices"]
@@ -305,11 +311,11 @@ class Joint:
 
     def _unsent(self, text: str) -> str:
         """Return text without the whitespace that the client has already."""
-        while self._owed and text:
-            if text[0] != self._owed[0]:
-                self._owed = ""
+        while self._unrepeated and text:
+            if text[0] != self._unrepeated[0]:
+                self._unrepeated = ""
                 break
-            text, self._owed = text[1:], self._owed[1:]
+            text, self._unrepeated = text[1:], self._unrepeated[1:]
         return text
 
     def _add_up(self, usage: dict[str, Any]) -> None:

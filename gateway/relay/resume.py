@@ -156,6 +156,8 @@ class Resumption:
             self._exchange.abandon(refused_by(head))
             return
         self._reframes = streams
+        if self._joint is not None:
+            self._joint.begin()
         self._exchange.on_upstream_head(msgspec.structs.replace(head, reframed=True) if streams else head)
 
     def on_upstream_payload(self, payload: bytes) -> None:

@@ -391,6 +391,68 @@ async def test_sglangs_mixed_workers_answer_what_those_of_one_role_cannot() -> N
         await rig.settled()
 
 
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+NOT_LOADED = b'data: {"error":{"message":"Internal server error","type":"InternalServerError","code":500}}\n\n'
+
+
+@asynccontextmanager
+async def decoding(*streams: Sequence[bytes]) -> AsyncIterator[tuple[Rig, list[FakeWorker]]]:
+    """A relay before a prefill worker and decode workers, each of which sends a stream in pieces, and hangs up."""
+    async with AsyncExitStack() as stack:
+
+        def sends(pieces: Sequence[bytes]) -> Any:
+            async def script(wire: Wire, _: Message) -> None:
+                await wire.send_slowly(STREAM_HEAD, *pieces)
+                wire.reset()
+
+            return script
+
+        workers = [await stack.enter_async_context(FakeWorker(answers(PREFILLED)))]
+        workers += [await stack.enter_async_context(FakeWorker(sends(pieces))) for pieces in streams]
+        settings = [ROLES[0], *[ROLES[1]] * len(streams)]
+        retries = {"backoff_s": 0.001}
+        rig = await stack.enter_async_context(relay(workers, settings=settings, disaggregation=ALWAYS, retries=retries))
+        yield rig, workers[1:]
+
+
+@pytest.mark.parametrize("before", [b"", b": ping\n\n", ROLE], ids=["at once", "after a comment", "after the role"])
+async def test_a_stream_that_is_but_an_error_is_none_and_the_prompt_is_computed(before: bytes) -> None:
+    failing = [chunk(before)] * bool(before) + [chunk(NOT_LOADED), chunk(DONE), LAST_CHUNK]
+    async with decoding(failing, STREAM[1:]) as (rig, decodes):
+        message = await ask(rig, CHAT, stream=True)
+        assert message.raw_body == b"".join(STREAM[1:])
+        record = await rig.settled()
+        assert (record.attempts, record.worker, record.reason == "apart") == (2, "w2", False)
+        assert rig.blamed == []
+        assert handovers(rig) == counted("w0", "w1", "decode_failed")
+        assert b"kv_transfer_params" not in decodes[1].requests[0].body
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (chunk(ROLE), chunk(event("one")), chunk(NOT_LOADED), chunk(DONE), LAST_CHUNK),
+        (chunk(ROLE), chunk(DONE), LAST_CHUNK),
+        (chunk(ROLE)[:40], chunk(ROLE)[40:], LAST_CHUNK),
+        (chunk(b"data: " + b"x" * 70_000), LAST_CHUNK),
+        (LAST_CHUNK,),
+    ],
+    ids=["error later", "no token", "role only", "one long event", "nothing"],
+)
+async def test_any_other_stream_passes_as_it_comes(pieces: Sequence[bytes]) -> None:
+    async with decoding(pieces) as (rig, _):
+        assert (await ask(rig, CHAT, stream=True)).raw_body == b"".join(pieces)
+        await rig.settled()
+        assert handovers(rig) == counted("w0", "w1", "completed")
+
+
+async def test_a_decode_worker_that_dies_after_the_role_is_replaced() -> None:
+    async with decoding([chunk(ROLE)], STREAM[1:]) as (rig, _):
+        assert (await ask(rig, CHAT, stream=True)).raw_body == b"".join(STREAM[1:])
+        assert (await rig.outcome()) is Outcome.OK
+        assert rig.blamed == [("w1", "reset")]
+
+
 async def test_the_first_token_of_a_stream_waits_for_nothing() -> None:
     more = asyncio.Event()
 

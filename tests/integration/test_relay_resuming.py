@@ -260,6 +260,16 @@ async def test_a_stream_without_text_so_far_is_asked_for_as_at_first() -> None:
     assert heir.requests[0].body == streamed(CHAT)
 
 
+async def test_a_stream_of_comments_so_far_begins_with_the_role() -> None:
+    role = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+
+    async def begins(wire: Wire, _: Message) -> None:
+        wire.send(STREAM_HEAD, chunk(role), chunk(event("one")), chunk(DONE), LAST_CHUNK)
+
+    async with pair(dies_after(chunk(b": ping\n\n")), begins) as (rig, _):
+        assert await ask(rig, CHAT) == b": ping\n\n" + role + event("one") + DONE
+
+
 async def test_whitespace_at_the_cut_is_neither_lost_nor_doubled() -> None:
     async def repeats(wire: Wire, _: Message) -> None:
         again = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
@@ -268,6 +278,24 @@ async def test_whitespace_at_the_cut_is_neither_lost_nor_doubled() -> None:
     async with pair(dies_after(chunk(event("one")), chunk(event(r" \n"))), repeats) as (rig, heir):
         assert await ask(rig, CHAT) == event("one") + event(r" \n") + event(" two") + DONE
     assert msgspec.json.decode(heir.requests[0].body)["messages"][-1]["content"] == "one"
+
+
+async def test_whitespace_is_not_doubled_by_a_worker_that_dies_while_it_repeats_it() -> None:
+    async def repeats(wire: Wire, _: Message) -> None:
+        await wire.send_slowly(STREAM_HEAD, chunk(event(" ")))
+        if len(first.requests) + len(second.requests) == 1:
+            wire.reset()
+        else:
+            wire.send(chunk(event(" two")), chunk(DONE), LAST_CHUNK)
+
+    async with (
+        FakeWorker(dies_after(chunk(event("one  ")))) as dying,
+        FakeWorker(repeats) as first,
+        FakeWorker(repeats) as second,
+        relay([dying, first, second], resumption=ON, retries={"backoff_s": 0.001}) as rig,
+    ):
+        assert await ask(rig, CHAT) == event("one  ") + event("two") + DONE
+        assert (await rig.settled()).attempts == 3
 
 
 async def test_a_continuation_that_ends_without_an_end_is_no_end() -> None:

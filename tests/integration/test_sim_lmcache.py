@@ -137,14 +137,15 @@ async def test_kv_that_does_not_arrive_in_time_leaves_the_request_whole() -> Non
         assert apart.rig.blamed == []
 
 
-async def test_a_worker_that_is_ejected_while_it_is_written_to_is_not_waited_for() -> None:
+@pytest.mark.parametrize("leaves", [False, True], ids=["ejected", "gone"])
+async def test_a_worker_that_is_lost_while_it_is_written_to_is_not_waited_for(leaves: bool) -> None:
     config = ALWAYS | {"lease_s": LEASE_S}
     async with fleet("lmcache", decodes=(SLOW, SLOW), disaggregation=config) as apart:
         asked = asyncio.ensure_future(ask(apart.rig, CHAT))
         registry, engine = apart.rig.services.registry, apart.prefills[0].engine
         await eventually(lambda: bool(engine.worker.counters.prefix_queries) and not len(engine))  # it writes
         for name in ("w1", "w2"):
-            registry.set_state(registry.workers[name], State.EJECTED)
+            registry.remove(name) if leaves else registry.set_state(registry.workers[name], State.EJECTED)
         message = await asked
         assert message.status == 200 and text_of(message)
         assert (await apart.rig.settled()).reason != "apart"
