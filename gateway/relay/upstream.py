@@ -123,6 +123,8 @@ class Upstream(asyncio.Protocol):
 
         Only for a response that was lost: the parser is asked by feeding it, and is of no use afterwards.
         """
+        if self._overrun:  # the parser is ahead of what was passed on
+            return None
         fed, inside_chunk = 0, self._chunk_open
         try:
             if not inside_chunk:
