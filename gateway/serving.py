@@ -46,7 +46,8 @@ def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket
 def raise_descriptor_limit() -> None:
     """Open as many sockets as the process may: a stream takes two, and by default most systems allow 1,024 files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinity that it calls its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def outlive_hangup() -> None:
