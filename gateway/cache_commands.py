@@ -21,7 +21,7 @@ RequestArgument = Annotated[
     Path | None,
     typer.Argument(help="file with a request body or messages as JSON, or with plain text; - for standard input"),
 ]
-TextOption = Annotated[str, typer.Option(help="the prompt itself, instead of a file")]
+TextOption = Annotated[str | None, typer.Option(help="the prompt itself, instead of a file")]
 ModelOption = Annotated[str, typer.Option(help="model, where the request names none")]
 PathOption = Annotated[str, typer.Option(help="request path; found from the body when empty")]
 AdminOption = Annotated[str, typer.Option("--admin", help="admin address of the running gateway")]
@@ -31,7 +31,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print the admin API's 
 @cache_app.command()
 def lookup(
     request: RequestArgument = None,
-    text: TextOption = "",
+    text: TextOption = None,
     model: ModelOption = "",
     path: PathOption = "",
     admin: AdminOption = ADMIN_URL,
@@ -49,7 +49,7 @@ def lookup(
 @cache_app.command()
 def pin(
     request: RequestArgument = None,
-    text: TextOption = "",
+    text: TextOption = None,
     model: ModelOption = "",
     path: PathOption = "",
     admin: AdminOption = ADMIN_URL,
@@ -62,7 +62,7 @@ def pin(
 @cache_app.command()
 def unpin(
     request: RequestArgument = None,
-    text: TextOption = "",
+    text: TextOption = None,
     model: ModelOption = "",
     path: PathOption = "",
     admin: AdminOption = ADMIN_URL,
@@ -76,7 +76,7 @@ def unpin(
 def prefetch(
     worker: Annotated[str, typer.Option(help="which is to hold the prompt")],
     request: RequestArgument = None,
-    text: TextOption = "",
+    text: TextOption = None,
     model: ModelOption = "",
     by: Annotated[
         Literal["auto", "coordinator", "warm-up"],
@@ -98,7 +98,7 @@ def move(
     source: Annotated[str, typer.Option("--from", help="worker whose LMCache server holds the prompt")],
     target: Annotated[str, typer.Option("--to", help="worker that is to hold it")],
     request: RequestArgument = None,
-    text: TextOption = "",
+    text: TextOption = None,
     model: ModelOption = "",
     path: PathOption = "",
     admin: AdminOption = ADMIN_URL,
@@ -116,7 +116,7 @@ def clear(
     request: RequestArgument = None,
     worker: Annotated[list[str] | None, typer.Option(help="whose cache; may be repeated")] = None,
     everyone: Annotated[bool, typer.Option("--all", help="those of all workers")] = False,
-    text: TextOption = "",
+    text: TextOption = None,
     model: ModelOption = "",
     path: PathOption = "",
     admin: AdminOption = ADMIN_URL,
@@ -125,7 +125,7 @@ def clear(
     """Empty the caches of workers; with a prompt, delete only this one, from their LMCache servers."""
     if bool(worker) == everyone:
         _fail("name workers with --worker, or say --all")
-    body = read_prompt(request, text, model) if request or text else b""
+    body = b"" if request is None and text is None else read_prompt(request, text, model)
     answer = _ask(admin, "POST", "clear", {"path": path, "worker": worker or []}, body)
     rows = answer["workers"]
     if as_json:
@@ -176,9 +176,9 @@ def is_cleared(row: dict[str, Any]) -> bool:
     return "problem" not in row and {row.get("engine"), row.get("lmcache")} <= {"cleared", None}
 
 
-def read_prompt(request: Path | None, text: str, model: str) -> bytes:
+def read_prompt(request: Path | None, text: str | None, model: str) -> bytes:
     """Return the request body that would bring a prompt: what was given, or made of messages or text."""
-    if (request is None) != bool(text):
+    if (request is None) == (text is None):
         _fail("give a file with a request, or a prompt with --text")
     body: Any = {"prompt": text}
     if request is not None:

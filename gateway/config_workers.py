@@ -195,6 +195,16 @@ class WorkerSettings(Section):
     prefill: PrefillConfig = Field(PrefillConfig(), description="prefill speed to start from")
     tiers: TiersConfig = Field(TiersConfig(), description="speed of the lower cache tiers")
 
+    @property
+    def answers_alone(self) -> bool:
+        """Whether it answers requests that name no partner; SGLang's workers of one role do not."""
+        return self.pd != "sglang" or self.role == "mixed"
+
+    def takes_over_from(self, prefill: WorkerSettings) -> bool:
+        """Return whether it decodes what a prefill worker has computed; SGLang's mixed ones do not."""
+        decodes = self.role == "decode" or (self.role == "mixed" and self.pd != "sglang")
+        return decodes and self.pd == prefill.pd
+
 
 class WorkerConfig(WorkerSettings):
     """One engine instance."""

@@ -46,9 +46,9 @@ def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket
 
 
 def raise_descriptor_limit() -> None:
-    """Open as many sockets as the process may: a stream takes two, and by default most systems allow 1,024 files."""
+    """Open as many files as the process may: a stream takes two, a worker's KV events six, most systems allow 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS refuses an infinity that it calls its own limit
+    with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

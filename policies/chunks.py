@@ -1,13 +1,14 @@
 """Chained chunk hashes: the names under which kvway speaks of cached prefixes.
 
 ``H_k = mmh3_x64_128(H_{k-1} || tokens_k as little-endian u32 || extra_k)`` with ``H_{-1}`` derived from everything that
-makes two equal token runs different caches: model, LoRA adapter, cache salt and the chunk length itself. Engine block
-hashes are never recomputed; ``gateway.events`` maps them onto these.
+makes two equal token runs different caches: model, LoRA adapter, cache salt and the chunk length itself. ``extra_k``
+names the images and the like that reach into the chunk, and says where each begins. Engine block hashes are never
+recomputed; ``gateway.events`` maps them onto these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import mmh3
@@ -15,7 +16,19 @@ import mmh3
 DIGEST_BYTES: Final = 16
 TOKEN_BYTES: Final = 4
 
+Medium = tuple[bytes, int]
+"""The engine's name of an image, audio, video or embedding, and where it begins: in tokens from some other place."""
+
 _digest = mmh3.mmh3_x64_128_digest
+
+
+def media_extra(media: Iterable[Medium]) -> bytes:
+    """Return what media add to the hash of a chunk that they reach into.
+
+    Args:
+        media: from the beginning of the chunk, in the order of the prompt; one that is named again counts once.
+    """
+    return b"\0".join([b"%b@%d" % medium for medium in dict.fromkeys(media)])
 
 
 class ChunkHasher:
@@ -55,7 +68,7 @@ class ChunkHasher:
         Args:
             parent: ``root(...)``, or the last hash of the chain that this run continues.
             tokens: packed little-endian u32 token ids, ``4 * n`` bytes.
-            extras: chunk number (from 0, within this run) → multimodal content hashes that fall into the chunk.
+            extras: chunk number (from 0, within this run) → ``media_extra`` of the chunk.
         """
         size, seed, digest = self.chunk_bytes, self.seed, _digest
         hashes = []

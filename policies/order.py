@@ -80,6 +80,10 @@ class ReleaseOrder(Protocol):
         """Learn that a request went on."""
         ...
 
+    def left(self, held: Held) -> None:
+        """Learn that a request is not wanted any more, before it went on."""
+        ...
+
 
 class _NoParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
@@ -99,6 +103,9 @@ class Fifo:
         return held.held_at
 
     def released(self, held: Held) -> None:
+        """Nothing to learn."""
+
+    def left(self, held: Held) -> None:
         """Nothing to learn."""
 
 
@@ -132,6 +139,9 @@ class LeastWork:
     def released(self, held: Held) -> None:
         """Nothing to learn."""
 
+    def left(self, held: Held) -> None:
+        """Nothing to learn."""
+
 
 class FairParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of ``fair``.
@@ -157,7 +167,6 @@ class Fair:
         self._max_tenants = params.max_tenants
         self._clock = 0.0
         self._finish: dict[str, float] = {}
-        self._start: dict[Held, float] = {}
 
     def rank(self, held: Held) -> float:
         """Return its virtual start, and book its work."""
@@ -165,12 +174,16 @@ class Fair:
         self._finish[held.tenant] = start + held.work_s
         if len(self._finish) > self._max_tenants:
             del self._finish[next(iter(self._finish))]
-        self._start[held] = start
         return start
 
     def released(self, held: Held) -> None:
         """Advance the clock."""
-        self._clock = max(self._clock, self._start.pop(held, 0.0))
+        self._clock = max(self._clock, held.rank)
+
+    def left(self, held: Held) -> None:
+        """Take its work off its tenant's account: it was not done."""
+        if held.tenant in self._finish:
+            self._finish[held.tenant] -= held.work_s
 
 
 ORDERS: Final[Mapping[str, type[ReleaseOrder]]] = {order.name: order for order in (Fifo, LeastWork, Fair)}
@@ -235,7 +248,7 @@ class Turnstile:
         self._order = order
         self._outstanding = 0
         self._heap: list[tuple[int, float, int, Held]] = []
-        self._apart: dict[Held, None] = {}  # those that have lost their context, as they came
+        self._apart: dict[Held, None] = {}  # lost their context; by priority, then as they came
         self._numbers = count()
 
     def look(self, capacity_tokens: float, now: float) -> None:
@@ -255,7 +268,7 @@ class Turnstile:
         self.waiting += 1
         self.waiting_s += held.work_s
         if apart:
-            self._apart[held] = None
+            self._set_apart(held)
         else:
             heappush(self._heap, (-held.priority, held.rank, next(self._numbers), held))
         if self._apart and self._next() is held and self._fits(held):
@@ -267,9 +280,9 @@ class Turnstile:
         """Take a request out: its prefill is done, or it is not wanted any more. Then ask ``release``."""
         if held.waiting:
             self._unhold(held)
+            self._order.left(held)
             if held in self._apart:
                 del self._apart[held]
-                self._order.released(held)
             elif len(self._heap) > 2 * self.waiting + _MAX_LEFT:
                 self._compact()
         else:
@@ -292,7 +305,7 @@ class Turnstile:
         """Return who is to go next, of those that do not wait for room."""
         heap = self._heap
         while heap and not heap[0][-1].waiting:  # left while they were held
-            self._order.released(heappop(heap)[-1])
+            heappop(heap)
         first = heap[0][-1] if heap else None
         if self.room is not None:
             for held in islice(self._apart, _LOOKED_AT if self.room.crowded else 1):
@@ -301,6 +314,12 @@ class Turnstile:
                 ):
                     first = held
         return first
+
+    def _set_apart(self, held: Held) -> None:
+        last = next(reversed(self._apart), held)
+        self._apart[held] = None
+        if held.priority > last.priority:
+            self._apart = dict.fromkeys(sorted(self._apart, key=lambda each: -each.priority))
 
     def _go(self, held: Held) -> None:
         if held in self._apart:
@@ -312,9 +331,6 @@ class Turnstile:
         self._let_through(held)
 
     def _compact(self) -> None:
-        for entry in self._heap:
-            if not entry[-1].waiting:
-                self._order.released(entry[-1])
         self._heap = [entry for entry in self._heap if entry[-1].waiting]
         heapify(self._heap)
 

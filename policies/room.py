@@ -121,10 +121,15 @@ class Room(Generic[Chunk]):
         heappush(self._expiries, (until, last))
 
     def lost_tokens(self, prompt_tokens: int, uncached_tokens: int, chunks: Sequence[Chunk], ends: Ends[Chunk]) -> int:
-        """Remember where a prompt ends; return what it will take of HBM if its context is lost, else 0."""
-        lost = is_lost(prompt_tokens, uncached_tokens, chunks, ends)
-        ends.add(chunks)
-        return self.tokens_beside(chunks) if lost else 0
+        """Return what a prompt will take of HBM if its context is lost, else 0.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            uncached_tokens: tokens of it that the worker has to compute.
+            chunks: its whole chunks.
+            ends: of the prompts that have gone to any worker.
+        """
+        return self.tokens_beside(chunks) if is_lost(prompt_tokens, uncached_tokens, chunks, ends) else 0
 
     def tokens_beside(self, chunks: Sequence[Chunk]) -> int:
         """Return how much of HBM a prompt will take that those in use or just paused do not share with it."""

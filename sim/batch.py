@@ -361,7 +361,7 @@ class BatchWorker:
         if job.received:
             held = tokens - 1
         elif self.tiers is not None:
-            reload = self.tiers.plan(job.chain.hashes, len(hit), self._usable_blocks(tokens), tokens, now)
+            reload = self.tiers.plan(job.chain.hashes, len(hit), self._usable(tokens), tokens, now)
             held = min(held + reload.blocks * size, self._usable(tokens)) if reload.runs else held
         reloading = reload.ready_at > now
         new = 0 if reloading else min(tokens - held, budget)

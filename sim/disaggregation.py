@@ -118,7 +118,7 @@ class Disaggregation:
 
     def keep(self, request: SimRequest, worker: int, now: float) -> None:
         """A turn that was handed over is answered: its prompt lies with the worker that decoded it."""
-        chunks = request.prompt_tokens // self._block_tokens
+        chunks = min(request.prompt_tokens // self._block_tokens, len(request.chunks))
         if self._settings.pull_back_s and chunks:
             while self._turns and (oldest := next(iter(self._turns.values()))).until <= now:
                 del self._turns[oldest.end]

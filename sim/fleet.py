@@ -347,9 +347,14 @@ class FleetSettings:
             find_profile(self.profile)
 
     def _check_failures(self) -> None:
-        links = {tier.name for tier in self.tiers}
+        links = [tier.name for tier in self.tiers]
         if self.disaggregation is not None:
-            links.add("transfer")
+            links.append("transfer")
+        for name in links:
+            if links.count(name) > 1:
+                raise ValueError(
+                    f"fleet: {name!r} names several tiers or links: failures and reports need one name each"
+                )
         for failure in self.failures:
             if failure.worker is not None and not 0 <= failure.worker < self.workers:
                 raise ValueError(f"fleet: failure of worker {failure.worker}: workers are 0 to {self.workers - 1}")

@@ -16,12 +16,14 @@ Blocks are not held back for a lease: what is offered are numbers, which need no
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import uuid4
 
 import httpx
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -54,6 +56,15 @@ class _Offer:
     cached_tokens: int
     expires_at: float
     fetched: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Remote(msgspec.Struct):
+    """Where a NIXL worker's KV is, of what its ``kv_transfer_params`` say."""
+
+    remote_host: str
+    remote_port: int
+    remote_request_id: str
+    remote_num_tokens: int = sys.maxsize
 
 
 class HandOvers:
@@ -138,10 +149,9 @@ class HandOvers:
         Returns:
             The answer's ``kv_transfer_params``.
         """
-        expires_at = self._clock.now() + self._settings.pull_back_s
-        self._offers[key] = _Offer(tokens, tokens, expires_at)
-        about = self._params(key, tokens)
-        return about | {"do_remote_prefill": False, "do_remote_decode": True, "remote_blocks_expiry_time": expires_at}
+        kept = self._hold(key, tokens, tokens, self._settings.pull_back_s)
+        about = self._params(key, tokens) | {"remote_blocks_expiry_time": kept.expires_at}
+        return about | {"do_remote_prefill": False, "do_remote_decode": True}
 
     async def offer(self, key: str, tokens: int, cached_tokens: int) -> dict[str, Any] | None:
         """Offer a prompt's KV.
@@ -154,10 +164,8 @@ class HandOvers:
         Returns:
             The answer's ``kv_transfer_params``, None where the protocol has none.
         """
-        now = self._clock.now()
-        self._offers = {name: one for name, one in self._offers.items() if one.expires_at > now}
         lease_s = 0.0 if self._faults.meet("expire_lease") else self._settings.lease_s
-        offer = self._offers[key] = _Offer(tokens, cached_tokens, now + lease_s)
+        offer = self._hold(key, tokens, cached_tokens, lease_s)
         async with self._offered:
             self._offered.notify_all()
         if self._settings.pd == "sglang":
@@ -165,6 +173,13 @@ class HandOvers:
         if self._settings.pd != "nixl":
             return None
         return self._params(key, tokens) | {"remote_prefill_cached_tokens": cached_tokens}
+
+    def _hold(self, key: str, tokens: int, cached_tokens: int, for_s: float) -> _Offer:
+        """Hold KV for another worker, and no longer what nobody has fetched in time."""
+        now = self._clock.now()
+        self._offers = {name: one for name, one in self._offers.items() if one.expires_at > now}
+        offer = self._offers[key] = _Offer(tokens, cached_tokens, now + for_s)
+        return offer
 
     def write(self, body: GenerationBody, prompt: Tokens, first_token: int) -> dict[str, Any]:
         """Begin to write a prompt's KV where its request wants it; return the answer's ``kv_transfer_params``."""
@@ -220,17 +235,18 @@ class HandOvers:
         source = self._source(body)
         if source is None:
             return None
-        url, wait_s = source
+        url, wait_s, most_tokens = source
         try:
             answer = await self._http().get(url, params={"wait": wait_s}, timeout=wait_s + 5)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ExceptionGroup) as error:  # a group: no port has that number
             raise _not_loaded(f"{url}: {type(error).__name__}") from None
         if answer.status_code != 200 or self._faults.meet("lose_transfer"):
             raise _not_loaded(f"{url}: {answer.status_code}")
         offered = answer.json()
-        params = body.kv_transfer_params or {}
-        if params.get("do_remote_decode"):  # the prefill of a next turn: what is asked for, and counts as cached here
-            tokens = min(offered["tokens"], params["remote_num_tokens"])
+        if (body.kv_transfer_params or {}).get(
+            "do_remote_decode"
+        ):  # the prefill of a next turn: what is asked for, and counts as cached here
+            tokens = min(offered["tokens"], most_tokens)
             await self._arrive(tokens)
             return Received(tokens, tokens)
         await self._arrive(offered["tokens"])
@@ -240,19 +256,27 @@ class HandOvers:
             reported = len(prompt) if self._settings.pd == "mooncake" else None
         return Received(offered["tokens"], reported)
 
-    def _source(self, body: GenerationBody) -> tuple[str, float] | None:
-        """Return where a prompt's KV is, and for how long to wait for it to be there."""
-        params, lease_s = body.kv_transfer_params or {}, self._settings.lease_s
+    def _source(self, body: GenerationBody) -> tuple[str, float, int] | None:
+        """Return where a prompt's KV is, for how long to wait for it to be there, and how many tokens to take of it.
+
+        Engines compute a prompt themselves where that is not said in full.
+        """
+        params, lease_s, whole = body.kv_transfer_params or {}, self._settings.lease_s, sys.maxsize
         if self._settings.pd == "sglang":
-            if self._settings.role == "prefill" or body.bootstrap_room is None:
+            host, port, room = body.bootstrap_host, body.bootstrap_port, body.bootstrap_room
+            if self._settings.role == "prefill" or host is None or port is None or room is None:
                 return None
-            return f"http://{body.bootstrap_host}:{body.bootstrap_port}/sim/kv/{body.bootstrap_room}", lease_s
+            return f"http://{host}:{port}/sim/kv/{room}", lease_s, whole
         if self._settings.pd is None or not (params.get("do_remote_prefill") or params.get("remote_block_ids")):
             return None
         if self._settings.pd == "nixl":
-            host, port = params["remote_host"], params["remote_port"]
-            return f"http://{host}:{port}/sim/kv/{params['remote_request_id']}", 0.0
-        return f"{params['remote_bootstrap_addr']}/sim/kv/{params['transfer_id']}", lease_s
+            try:
+                at = msgspec.convert(params, _Remote)
+            except msgspec.ValidationError:
+                return None
+            return f"http://{at.remote_host}:{at.remote_port}/sim/kv/{at.remote_request_id}", 0.0, at.remote_num_tokens
+        address, transfer = params.get("remote_bootstrap_addr"), params.get("transfer_id")
+        return None if address is None or transfer is None else (f"{address}/sim/kv/{transfer}", lease_s, whole)
 
     def _http(self) -> httpx.AsyncClient:
         self._client = self._client or httpx.AsyncClient(trust_env=False)

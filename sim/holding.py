@@ -178,10 +178,11 @@ class Holding:
         stile.look(self._fleets[replica].state.item(CAPACITY, worker), now)
         return stile
 
-    @staticmethod
-    def _begin(turn: _Turn) -> None:
+    def _begin(self, turn: _Turn) -> None:
         if turn.stile.room is not None:
-            turn.stile.room.begin(turn.live, turn.live.job.chain.hashes)
+            chunks = turn.live.job.chain.hashes
+            turn.stile.room.begin(turn.live, chunks)
+            self._ends[turn.live.replica].add(chunks)
 
     def give_up(self, worker: int) -> list[Live]:
         """Return what is held for a worker that has died, and hold it no longer."""

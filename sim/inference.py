@@ -17,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 from sim.cache import Tokens, hash_blocks
 from sim.engine_loop import EngineLoop
 from sim.faults import Faults
-from sim.generation import Generation
+from sim.generation import Generation, find_stop
 from sim.handover import HandOvers
+from sim.logprobs import ChatLogprobs, TextLogprobs, asked_logprobs
 from sim.metrics import WorkerMetrics
 from sim.protocol import (
     CHAT,
@@ -75,8 +76,9 @@ class Inference:
         """``POST /v1/chat/completions``."""
         raw = await request.body()
         body = decode(raw, ChatBody)
+        if body.max_completion_tokens is not None:
+            body.max_tokens = body.max_completion_tokens
         self._check(body)
-        body.max_tokens = body.max_completion_tokens or body.max_tokens
         tokens = await self.encode(chat_of(body), len(raw))
         return await self._generate(request, CHAT, body, [tokens])
 
@@ -84,9 +86,10 @@ class Inference:
         """``POST /v1/completions``."""
         raw = await request.body()
         body = decode(raw, CompletionBody)
+        if body.max_tokens is None:
+            body.max_tokens = 16  # vLLM's default for text completions
         self._check(body)
         tokens = [await self.encode(prompt, len(raw)) for prompt in prompts(body.prompt, "prompt")]
-        body.max_tokens = body.max_tokens or 16  # vLLM's default for text completions
         return await self._generate(request, TEXT, body, tokens)
 
     async def encode(self, prompt: Chat | str | Sequence[int], size: int) -> Tokens:
@@ -128,11 +131,25 @@ class Inference:
             raise bad_request("n must be 1: a simulated worker generates one choice", "n")
         if body.echo:
             raise bad_request("echo is not supported by a simulated worker", "echo")
+        if body.max_tokens is not None and body.max_tokens < 1:
+            raise bad_request(f"max_tokens must be at least 1, got {body.max_tokens}.", "max_tokens")
+        if body.min_tokens < 0:
+            raise bad_request(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.", "min_tokens")
+        if body.max_tokens is not None and body.min_tokens > body.max_tokens:
+            limit = f"max_tokens={body.max_tokens}"
+            raise bad_request(f"min_tokens must be less than or equal to {limit}, got {body.min_tokens}.", "min_tokens")
+        if body.stream_options is not None and not body.stream:
+            raise bad_request("Stream options can only be defined when `stream=True`.", "stream_options")
+        if not all(body.stops):
+            raise bad_request("stop cannot contain an empty string.")
         if body.cache_salt is not None and not _SALT.fullmatch(body.cache_salt):
             raise bad_request("cache_salt must be 1 to 128 characters without @, /, \\ and NUL", "cache_salt")
 
-    async def _generate(self, http: HttpRequest, shape: Shape, body: GenerationBody, tokens: list[Tokens]) -> Response:
+    async def _generate(
+        self, http: HttpRequest, shape: Shape, body: ChatBody | CompletionBody, tokens: list[Tokens]
+    ) -> Response:
         settings = self._settings
+        tops = asked_logprobs(body, self._tokenizer.vocab_size)
         for prompt in tokens:
             self._check_length(len(prompt))
         if settings.max_requests and len(self._engine) + len(tokens) > settings.max_requests:
@@ -145,7 +162,7 @@ class Inference:
             body.max_tokens = 1
         received = await self._hand_overs.receive(body, tokens[-1])
         wakeup = asyncio.Event()
-        generations = [self._sequence(prompt, body, wakeup) for prompt in tokens]
+        generations = [self._sequence(prompt, body, tops, wakeup) for prompt in tokens]
         if received is not None:
             generations[-1].request.remote_tokens = received.tokens
         answer = Answer(
@@ -186,18 +203,28 @@ class Inference:
                 "input_tokens",
             )
 
-    def _sequence(self, prompt: Tokens, body: GenerationBody, wakeup: asyncio.Event) -> Generation:
-        settings = self._settings
+    def _sequence(
+        self, prompt: Tokens, body: ChatBody | CompletionBody, tops: int | None, wakeup: asyncio.Event
+    ) -> Generation:
+        settings, tokenizer = self._settings, self._tokenizer
         room = settings.context_tokens - len(prompt)
-        length = min(body.max_tokens or settings.output_tokens, room)
+        length = min(body.max_tokens or max(settings.output_tokens, body.min_tokens), room)
         reason = "length" if body.max_tokens or length == room else "stop"
         scripted = settings.script(prompt) if settings.script is not None else None
-        ids = self._tokenizer.answer(prompt, length) if scripted is None else array("I", scripted[:length])
+        ids = tokenizer.answer(prompt, length) if scripted is None else array("I", scripted[:length])
+        pieces = texts = tokenizer.pieces(ids)
+        stop = find_stop(pieces, body.stops, bool(body.include_stop_str_in_output), body.min_tokens)
+        if stop is not None:
+            ids, texts, reason = ids[: stop.tokens], stop.pieces, "stop"
+        logprobs = None
+        if tops is not None:
+            kind = ChatLogprobs if isinstance(body, ChatBody) else TextLogprobs
+            logprobs = kind(pieces, tokenizer.others(tops), tops)
         lora = body.model if body.model in settings.adapters else None
         chain = hash_blocks(prompt + ids, settings.block_size, settings.model, lora, body.cache_salt)
         reports = (body.vllm_xargs or {}).get("kv_cache_report_mode") == "full"
         request = Request(chain, len(prompt), len(ids), reports=reports)
-        return Generation(request, ids, self._tokenizer.pieces(ids), reason, wakeup)
+        return Generation(request, ids, texts, reason, wakeup, stop.text if stop is not None else None, logprobs)
 
 
 def chat_of(body: ChatBody) -> Chat:

@@ -312,11 +312,14 @@ def tiers(
             raise ValueError(f"unknown tier {link!r}. Known tiers: {', '.join(LINKS)}.")
         multiples = _sizes(sizes)
         trace = Traffic(traffic, load=load, working_set=ws).trace(0)
+        duration_s = trace.requests[-1].arrival_s
+        if not duration_s:
+            raise ValueError(f"the requests of {traffic!r} all come at once: there is no rate to plan for")
     except ValueError as error:
         fail(error)
     hbm = workers * kv_capacity_tokens(profile)
     hits = lru_hit_rates(trace, [hbm * (1 + multiple) for multiple in multiples])
-    rate = len(trace.requests) / max(1e-9, trace.requests[-1].arrival_s)
+    rate = len(trace.requests) / duration_s
     prompt = sum(request.prompt_tokens for request in trace.requests) / len(trace.requests)
     curve = [(round(hbm * multiple), hit) for multiple, hit in zip(multiples, hits, strict=True)]
     prices = plan.Prices(gpu_hour, gb_month)

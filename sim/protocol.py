@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -58,7 +58,10 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = False
     n: int | None = 1
     echo: bool | None = False
     cache_salt: str | None = None
@@ -68,12 +71,19 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
 
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
 
 class ChatBody(GenerationBody, kw_only=True):
     """``POST /v1/chat/completions``; also ``POST /tokenize`` of a conversation."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
     tools: list[Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -85,6 +95,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     """``POST /v1/completions``: one text, several, one list of token ids, or several."""
 
     prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
 
 
 class TokenizeBody(msgspec.Struct):
@@ -136,13 +147,23 @@ def prompts(value: str | list[str | int | list[int]], field: str) -> list[str | 
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """How a kind of completion is written. ``opening`` and ``closing`` stand around the text of a streamed choice."""
+    """How a kind of completion is written.
+
+    Attributes:
+        id_prefix: of its id.
+        object: what it is called.
+        chunk_object: what a chunk of its stream is called.
+        opening: what stands before the text of a streamed choice.
+        closing: what stands after it, around log probabilities and ``going_on`` or how the choice ends.
+        going_on: how a choice ends that does not end yet.
+    """
 
     id_prefix: str
     object: str
     chunk_object: str
     opening: bytes
     closing: bytes
+    going_on: bytes
 
 
 CHAT: Final = Shape(
@@ -150,14 +171,16 @@ CHAT: Final = Shape(
     "chat.completion",
     "chat.completion.chunk",
     b'"delta":{"content":',
-    b'},"logprobs":null,"finish_reason":%b,"token_ids":null}]',
+    b'},"logprobs":%b,"finish_reason":%b,"token_ids":null}]',
+    b"null",
 )
 TEXT: Final = Shape(
     "cmpl-",
     "text_completion",
     "text_completion",
     b'"text":',
-    b',"logprobs":null,"finish_reason":%b,"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]',
+    b',"logprobs":%b,"finish_reason":%b,"prompt_token_ids":null,"token_ids":null}]',
+    b'null,"stop_reason":null',
 )
 
 
@@ -249,8 +272,11 @@ class Answer:
     def _token_chunk(self, index: int, generation: Generation, start: int, end: int) -> bytes:
         text = _json("".join(generation.pieces[start:end]))
         last = end == generation.request.output_tokens
-        reason = _json(generation.finish_reason) if last else b"null"
-        choice = b'{"index":%d,%b%b%b' % (index, self._shape.opening, text, self._shape.closing % reason)
+        ends = self._shape.going_on
+        if last:
+            ends = b'%b,"stop_reason":%b' % (_json(generation.finish_reason), _json(generation.stop_reason))
+        logprobs = b"null" if generation.logprobs is None else _json(generation.logprobs.report(start, end))
+        choice = b'{"index":%d,%b%b%b' % (index, self._shape.opening, text, self._shape.closing % (logprobs, ends))
         fingerprint = b',"system_fingerprint":"%b"' % FINGERPRINT.encode()
         return self._chunk(choice, fingerprint if last and not self._options.include_usage else b"", generation, end)
 
@@ -262,7 +288,13 @@ class Answer:
 
     def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
         text = "".join(generation.pieces)
-        end = {"logprobs": None, "finish_reason": generation.finish_reason, "stop_reason": None, "token_ids": None}
+        logprobs = generation.logprobs
+        end = {
+            "logprobs": None if logprobs is None else logprobs.report(0, generation.request.output_tokens),
+            "finish_reason": generation.finish_reason,
+            "stop_reason": generation.stop_reason,
+            "token_ids": None,
+        }
         if self._shape is CHAT:
             return {"index": index, "message": {"role": "assistant", "content": text, "refusal": None}} | end
         return {"index": index, "text": text} | end

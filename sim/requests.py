@@ -113,3 +113,17 @@ def next_turns(trace: Trace) -> dict[int, int]:
                 following[latest[request.session]] = number
             latest[request.session] = number
     return following
+
+
+def with_chained_ids(requests: Sequence[SimRequest]) -> None:
+    """Tell apart in place what one id names behind different blocks: an id is to stand for all before it as well."""
+    before_of: dict[int, int] = {}
+    others: dict[tuple[int, int], int] = {}
+    free = max((max(request.chunks) for request in requests if request.chunks), default=0) + 1
+    for request in requests:
+        chunks, before = list(request.chunks), -1
+        for at, chunk in enumerate(chunks):
+            if before_of.setdefault(chunk, before) != before:
+                chunks[at] = others.setdefault((before, chunk), free + len(others))
+            before = chunks[at]
+        request.chunks = chunks

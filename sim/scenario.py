@@ -82,8 +82,8 @@ def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
 
     Args:
         path: mapping with the fields of ``FleetSettings``; tiers name theirs ``host``, ``disk`` or ``remote``.
-        flags: fields of ``FleetSettings``, None where not given; ``host_tokens`` adds host memory. With a profile
-            and no capacity, HBM holds what fits beside the weights.
+        flags: fields of ``FleetSettings``, None where not given; ``host_tokens`` is the size of the tier ``host``.
+            With a profile and no capacity, HBM holds what fits beside the weights.
 
     Raises:
         ValueError: the file cannot be read, a key is not known, or a value is out of range.
@@ -101,7 +101,8 @@ def read_fleet(path: Path | None, **flags: Any) -> FleetSettings:
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}:{_line_of(str(error), node)}: {error}" if path is not None else str(error)) from None
     if host_tokens:
-        fleet = replace(fleet, tiers=(host_tier(fleet.speed, host_tokens), *fleet.tiers))
+        host = host_tier(fleet.speed, host_tokens)
+        fleet = replace(fleet, tiers=(host, *(tier for tier in fleet.tiers if tier.name != host.name)))
     return fleet
 
 

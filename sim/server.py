@@ -208,9 +208,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(error.errno, f"cannot listen on {host}, port {port}: {error.strerror}") from None
     return listener
 
 

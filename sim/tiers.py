@@ -8,9 +8,10 @@ take ``r/L + max(r, c)·(L − 1)/L + c/L`` together.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
 from policies.base import Tier
@@ -135,11 +136,14 @@ class TierStore:
             gone.append(blocks.popitem(last=False)[0])
         return gone
 
-    def reload_s(self, hashes: Sequence[int], now: float) -> float:
-        """Return how long it would take to bring these blocks to HBM; those still on their way here pass through."""
+    def reload_s(self, hashes: Sequence[int], now: float, ahead: int = 0) -> float:
+        """Return how long it would take to bring these blocks to HBM, behind ``ahead`` others that come from here too.
+
+        Those still on their way here pass through.
+        """
         complete_at = max(self._blocks[block_hash] for block_hash in hashes)  # of complete copies the last use: past
-        link_s = self.read.seconds(len(hashes) * self._moved_bytes, now)
-        return max(complete_at - now, link_s) + len(hashes) * self._codec_s
+        blocks = ahead + len(hashes)
+        return max(complete_at - now, self.read.seconds(blocks * self._moved_bytes, now)) + blocks * self._codec_s
 
     def reload(self, hashes: Sequence[int], now: float) -> float:
         """Bring these blocks to HBM; return when they are there."""
@@ -206,16 +210,16 @@ class TierStack:
     def computed(self, hashes: Sequence[int], now: float) -> None:
         """A run has come to HBM."""
         if self._offload == "store":
-            self._copy_down(hashes, now)
+            self._copy_down(hashes, self.stores, now)
 
     def evicted(self, hashes: Sequence[int], now: float) -> None:
         """A run has left HBM, its last block first; it was copied before, if that is when blocks are copied."""
         if self._offload == "evict":
-            self._copy_down(hashes[::-1], now)
+            self._copy_down(hashes[::-1], self.stores, now)
 
-    def _copy_down(self, hashes: Sequence[int], now: float) -> None:
-        """Copy a run to the first tier; what each tier cannot hold any longer goes to the one below it."""
-        for store in self.stores:
+    def _copy_down(self, hashes: Sequence[int], stores: Sequence[TierStore], now: float) -> None:
+        """Copy a run to the first of ``stores``; what each cannot hold any longer goes to the one below it."""
+        for store in stores:
             new, gone = store.store(hashes, now)
             self._note(store, new, gone)
             if not gone:
@@ -232,32 +236,40 @@ class TierStack:
         """
         if not self._prefetch:
             return
+        nearest, *lower = self.stores
+        makes_way: list[int] = []
         for store, first, last in self._runs(hashes, held, len(hashes)):
-            if store is not self.stores[0] and store.read.down_until <= now:
+            if store is not nearest and store.read.down_until <= now:
                 run = hashes[first:last]
-                new, gone = self.stores[0].store(run, now, ready_at=store.reload(run, now))
-                self._note(self.stores[0], new, gone)
+                new, gone = nearest.store(run, now, ready_at=store.reload(run, now))
+                self._note(nearest, new, gone)
+                makes_way += gone
+        if makes_way:
+            self._copy_down(makes_way, lower, now)
 
-    def plan(self, hashes: Sequence[int], held: int, limit: int, tokens: int, now: float) -> Reload:
+    def plan(self, hashes: Sequence[int], held: int, usable: int, tokens: int, now: float) -> Reload:
         """Bring back what is worth it, and say when it is there.
 
         Args:
             hashes: the request's.
             held: how many of them lie in HBM.
-            limit: how many of them are of use.
+            usable: tokens that a cache can spare the request.
             tokens: tokens that the request has to have computed.
             now: simulated time.
         """
+        limit = ceil(usable / self._block_tokens)
         if held >= limit or not self.stores:
             return NO_RELOAD
         best_s = self._profile.ttft_s(tokens - held * self._block_tokens, held * self._block_tokens)
         reload_s = delay_s = 0.0
         runs: list[tuple[TierStore, int, int]] = []
+        ahead: Counter[TierStore] = Counter()
         chosen = 0
         for store, first, last in self._runs(hashes, held, limit):
             runs.append((store, first, last))
-            reload_s = max(reload_s, store.reload_s(hashes[first:last], now))
-            cached = min(last * self._block_tokens, tokens - 1)
+            reload_s = max(reload_s, store.reload_s(hashes[first:last], now, ahead[store]))
+            ahead[store] += last - first
+            cached = min(last * self._block_tokens, usable)
             compute_s = self._profile.ttft_s(tokens - cached, cached)
             both_s = self._pipelined_s(reload_s, compute_s)
             if both_s < best_s:

@@ -103,6 +103,10 @@ class Tokenizer(ABC):
             state = (state * _BASE + token) & _MASK
         return ids
 
+    def others(self, count: int) -> list[str]:
+        """Return the texts of up to ``count`` words, the same ones always."""
+        return self.pieces(dict.fromkeys(map(self._word, range(count))))
+
     def encode_body(self, body: Mapping[str, Any]) -> Tokens:
         """Return the prompt of an OpenAI body, chat or completion with one prompt."""
         if "messages" in body:

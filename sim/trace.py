@@ -14,13 +14,14 @@ import csv
 import os
 import random
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
+from math import remainder
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 
-from sim.requests import SimRequest, Trace, with_small_ids
+from sim.requests import SimRequest, Trace, with_chained_ids, with_small_ids
 from sim.trace_lines import MOST_TOKENS, TraceError, decode, decoder_of, first_object, lines
 from sim.trace_recording import read_recording
 from sim.trace_sessions import read_sessions
@@ -28,7 +29,8 @@ from sim.trace_sessions import read_sessions
 __all__ = ["TraceError", "read_trace"]
 
 _MOONCAKE_BLOCK: Final = 512
-_MOONCAKE_TICK_S: Final = 3.0  # what the published timestamps were rounded to
+_MOONCAKE_TICK_S: Final = 3.0  # what the timestamps of two of the published traces were rounded to
+_MOONCAKE_SLACK_S: Final = 0.005  # and by how much they are off
 _AZURE_BLOCK: Final = 512
 _AZURE_HEADER: Final = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -44,7 +46,8 @@ def read_trace(
             tell how long their users thought.
         spread_s: Claude Code: the sessions, recorded apart, begin at random within this time.
         block_tokens: Claude Code: blocks of 64 tokens are joined into blocks of so many.
-        seed: for what is drawn by chance: the beginnings of sessions, and arrivals within Mooncake's 3 s ticks.
+        seed: for what is drawn by chance: the beginnings of sessions, and arrivals where all of Mooncake's are on ticks
+            of 3 s.
 
     Raises:
         TraceError: the file is no trace, or a line is wrong; the message names it.
@@ -60,8 +63,8 @@ def read_trace(
             trace.closed_loop = closed_loop is not False
             return trace
         if "hash_ids" in first or "input_length" in first:
-            return _without_sessions(path, list(_mooncake(path, seed)), _MOONCAKE_BLOCK, closed_loop)
-    elif first.decode("utf-8", "replace").lstrip("\ufeff") == _AZURE_HEADER:
+            return _without_sessions(path, _mooncake(path, seed), _MOONCAKE_BLOCK, closed_loop)
+    elif first.decode("utf-8", "replace") == _AZURE_HEADER:
         return _without_sessions(path, list(_azure(path)), _AZURE_BLOCK, closed_loop)
     raise TraceError(
         f"{path}:1: no known trace format. Known are Mooncake JSON lines (timestamp, input_length, output_length, "
@@ -79,6 +82,7 @@ def _without_sessions(path: Path, requests: list[SimRequest], block_tokens: int,
     for request in requests:
         request.arrival_s -= origin
     with_small_ids(requests)
+    with_chained_ids(requests)
     return Trace(requests, block_tokens, name=path.name)
 
 
@@ -89,8 +93,16 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
 
 
-def _mooncake(path: Path, seed: int) -> Iterator[SimRequest]:
-    rng = random.Random(seed)
+def _mooncake(path: Path, seed: int) -> list[SimRequest]:
+    requests = list(_mooncake_lines(path))
+    if all(abs(remainder(request.arrival_s, _MOONCAKE_TICK_S)) < _MOONCAKE_SLACK_S for request in requests):
+        rng = random.Random(seed)
+        for request in requests:
+            request.arrival_s += rng.uniform(0, _MOONCAKE_TICK_S)
+    return requests
+
+
+def _mooncake_lines(path: Path) -> Iterator[SimRequest]:
     decoder = decoder_of(_MooncakeLine)
     for number, line in lines(path):
         read = decode(decoder, path, number, line)
@@ -100,8 +112,7 @@ def _mooncake(path: Path, seed: int) -> Iterator[SimRequest]:
                 f"{path}:{number}: {len(read.hash_ids)} hash_ids for {read.input_length} tokens, "
                 f"which make {most} blocks of {_MOONCAKE_BLOCK}"
             )
-        arrival_s = read.timestamp / 1e3 + rng.uniform(0, _MOONCAKE_TICK_S)
-        yield SimRequest(arrival_s, read.hash_ids, read.input_length, max(1, read.output_length))
+        yield SimRequest(read.timestamp / 1e3, read.hash_ids, read.input_length, max(1, read.output_length))
 
 
 def _azure(path: Path) -> Iterator[SimRequest]:
@@ -123,5 +134,5 @@ def _azure(path: Path) -> Iterator[SimRequest]:
 
 
 def _epoch(moment: str) -> float:
-    whole, _, fraction = moment.partition(".")
-    return datetime.fromisoformat(f"{whole}+00:00").timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+    at = datetime.fromisoformat(moment)
+    return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()

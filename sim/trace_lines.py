@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeVar, cast
@@ -23,7 +24,7 @@ class TraceError(ValueError):
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file that are not empty, with their numbers from 1, without line ends.
+    """Yield the lines of a file that are not empty, with their numbers from 1, without line ends or byte order mark.
 
     Raises:
         TraceError: the file cannot be read or decompressed, or a line is absurdly long.
@@ -38,7 +39,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 number += 1
                 if len(line) == _MAX_LINE:
                     raise TraceError(f"{path}:{number}: longer than {_MAX_LINE // 2**20} MiB; this is no trace")
-                line = line.strip()
+                line = (line.removeprefix(BOM_UTF8) if number == 1 else line).strip()
                 if line:
                     yield number, line
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -40,6 +40,10 @@ async def says(index: RedisIndex, chunks: list[bytes], slot: int, expected: int)
     return await hits(index, chunks, [slot]) == [expected]
 
 
+async def is_up(index: RedisIndex) -> bool:
+    return index.up
+
+
 async def is_down(index: RedisIndex) -> bool:
     return not index.up
 

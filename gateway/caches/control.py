@@ -16,7 +16,7 @@ from gateway.caches.coordinator import Coordinator, TokenSequence
 from gateway.caches.engines import reset_prefix_cache
 from gateway.caches.warm_up import WarmUps
 from gateway.config import CacheControlConfig
-from gateway.errors import GatewayError, NotFound, NotPossible, UnknownModel
+from gateway.errors import BadRequest, GatewayError, NotFound, NotPossible, UnknownModel
 from gateway.events.feeds import EventFeeds
 from gateway.fleet.polling import control_client
 from gateway.fleet.registry import Candidates, Worker
@@ -149,6 +149,8 @@ class CacheControl:
                 f"Engines cannot be told to move KV from one to another, and {_NO_COORDINATOR}. "
                 f"`kvway cache prefetch --worker {target}` computes the prompt there."
             )
+        if source == target:
+            raise BadRequest(f"{target} cannot be both ends of a move: name another worker as the target.")
         asked = await self._read(path, body)
         sequence = self._sequence(asked)
         self._worker(source, asked.model)

@@ -127,6 +127,10 @@ class _Deleted(msgspec.Struct):
     skipped: int
 
 
+class _Pins(msgspec.Struct):
+    total: int
+
+
 class Coordinator:
     """A client of the coordinator's HTTP API.
 
@@ -206,8 +210,8 @@ class Coordinator:
         """Return what the directory counts, the bytes of each instance, the quotas of each salt, and the pins."""
         parts = {"directory": "/directory/stats", "usage": "/instances/usage", "quotas": "/quota"}
         answers = await asyncio.gather(*(self._ask("GET", path, dict[str, Any]) for path in parts.values()))
-        pins = await self._ask("GET", "/cache/pins?limit=1", dict[str, Any])
-        return {**dict(zip(parts, answers, strict=True)), "pinned_keys": pins["total"]}
+        pins = await self._ask("GET", "/cache/pins?limit=1", _Pins)
+        return {**dict(zip(parts, answers, strict=True)), "pinned_keys": pins.total}
 
     async def set_quota(self, salt: str, limit_gb: float | None) -> dict[str, Any]:
         """Bound what one salt may hold in ``l2``, in GiB; None takes the bound away."""
@@ -241,7 +245,7 @@ class Coordinator:
             why = str(error) or type(error).__name__
             message = f"LMCache cannot be reached at {url} ({why}); see cache_control.coordinator."
             raise UpstreamError(message) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UpstreamError(f"What answers {method} {url} is no LMCache coordinator: {error}.") from None
         detail = f"LMCache answers {answer.status_code} to {method} {url}: {answer.text[:300]}"
         if answer.status_code in (400, 422):

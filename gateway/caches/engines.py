@@ -83,7 +83,7 @@ def _succeeded(body: bytes) -> bool:
     """Return what a reset says of itself; older vLLMs, and SGLang, only that it was done."""
     try:
         return msgspec.json.decode(body, type=_Reset).success
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True
 
 

@@ -14,7 +14,7 @@ from gateway.relay.prefill import PrefillLeg
 from gateway.relay.route import count_on
 from gateway.relay.services import Services
 from gateway.replication.seen import SeenPrompt
-from gateway.replication.warmup import WarmUp, answers_alone, make_warm_up
+from gateway.replication.warmup import WarmUp, make_warm_up
 from policies.base import RoutingRequest
 from policies.chunks import ChunkHasher
 from policies.replication import Allowance
@@ -88,7 +88,7 @@ class WarmUps:
             raise NoWorker(f"{worker.name} is {worker.state} and takes no requests.", retry_after_s=1)
         if not self._tokens_per_s:
             raise NotPossible("cache_control.warm_up_tokens_per_min is 0: nothing is computed to be cached.")
-        if not answers_alone(worker):
+        if not worker.config.answers_alone:
             raise NotPossible(f"{worker.name} answers no request without a partner of the other role.")
         chunks = seen.prompt.chunks
         warm_up = make_warm_up(seen, len(chunks), self._hasher, root) if chunks else None

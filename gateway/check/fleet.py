@@ -15,7 +15,7 @@ from gateway.check.engine import Engine, look_at_engine
 from gateway.check.events import EventCheck
 from gateway.check.findings import Finding, Notebook
 from gateway.check.prompts import Probe, Prompts, compare_tokens, send_twice
-from gateway.check.roles import answers_alone, look_at_role
+from gateway.check.roles import look_at_role
 from gateway.check.shared import look_at_redis
 from gateway.config import Config, WorkerConfig
 from gateway.fleet.polling import control_client
@@ -80,7 +80,7 @@ async def _check_worker(worker: WorkerConfig, fleet: Sequence[WorkerConfig], too
     config, options = tools.config, tools.options
     notes = Notebook(worker.label)
     look_at_role(worker, fleet, notes)
-    send_prompts = options.send_prompts and answers_alone(worker)
+    send_prompts = options.send_prompts and worker.answers_alone
     engine = Engine(worker, tools.client, options.timeout_s)
     if not await look_at_engine(engine, notes, config.prompt, config.health.path, options.clock):
         return notes

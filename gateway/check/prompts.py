@@ -15,9 +15,9 @@ from gateway.check.mending import prefix_caching_flag
 from gateway.config import Config
 from gateway.errors import GatewayError
 from gateway.fleet.registry import Candidates, Registry, State, Worker
+from gateway.prompt.engine import EngineError
 from gateway.prompt.pipeline import PromptPipeline
 from gateway.prompt.prompt import Prompt
-from gateway.prompt.tokenizer import pack
 from policies.chunks import TOKEN_BYTES
 
 COMPLETIONS: Final = "/v1/completions"
@@ -63,14 +63,24 @@ class Prompts:
         self._pipeline = pipeline
         self._candidates = _candidates(engine, model)
 
+    async def engine_ids(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """Return the packed ids that the engine makes of a request.
+
+        Raises:
+            EngineError: it does not tell.
+        """
+        return await self._pipeline.engine_ids(path, self._encoded(body), self._candidates)
+
     async def prompt(self, path: str, body: Mapping[str, Any]) -> Prompt:
         """Return what the gateway makes of a request.
 
         Raises:
             GatewayError: it would refuse it.
         """
-        request = self._pipeline.parse(path, msgspec.json.encode({"model": self.model, **body}))
-        return await self._pipeline.prompt(request, self._candidates)
+        return await self._pipeline.prompt(self._pipeline.parse(path, self._encoded(body)), self._candidates)
+
+    def _encoded(self, body: Mapping[str, Any]) -> bytes:
+        return msgspec.json.encode({"model": self.model, **body})
 
 
 def _candidates(engine: Engine, model: str) -> Candidates:
@@ -82,7 +92,7 @@ def _candidates(engine: Engine, model: str) -> Candidates:
 
 
 async def compare_tokens(engine: Engine, prompts: Prompts, notes: Notebook) -> None:
-    """Compare the tokens of some prompts with what the engine's ``/tokenize`` makes of them."""
+    """Compare the tokens of some prompts with what the engine makes of them."""
     model, source = prompts.model, prompts.source
     if source.source == "engine":
         notes.ok("tokenizer", f"{model}: the engine tokenizes its prompts itself")
@@ -98,8 +108,8 @@ async def compare_tokens(engine: Engine, prompts: Prompts, notes: Notebook) -> N
     for what, (path, body) in _SAMPLES.items():
         check = "tokenizer" if path == COMPLETIONS else "template"
         try:
-            theirs = pack((await engine.post("/tokenize", {"model": model, **body}))["tokens"])
-        except (Silent, KeyError, TypeError, OverflowError) as error:
+            theirs = await prompts.engine_ids(path, body)
+        except EngineError as error:
             notes.note(check, f"{model}: {what} could not be compared: {error}")
             continue
         ours = await prompts.prompt(path, body)

@@ -18,17 +18,17 @@ def look_at_role(worker: WorkerConfig, fleet: Sequence[WorkerConfig], notes: Not
     """
     if worker.role == "mixed":
         return
-    others = [other for other in fleet if (other.role == "prefill") != (worker.role == "prefill")]
-    partners = [other.label for other in others if other.pd == worker.pd]
+    prefills = worker.role == "prefill"
+    others = [other for other in fleet if (other.role == "prefill") != prefills]
+    partners = [
+        other.label
+        for other in others
+        if (other.takes_over_from(worker) if prefills else worker.takes_over_from(other))
+    ]
     if partners:
         notes.ok("role", f"{worker.role} by {worker.pd}, with {', '.join(partners)}")
         return
-    wanted = "decode" if worker.role == "prefill" else "prefill"
+    wanted = "decode" if prefills else "prefill"
     there = ", ".join(f"{other.label} by {other.pd}" for other in others) or "none there"
     message = f"{worker.role} by {worker.pd}, and no {wanted} worker does so: {there}"
     notes.problem("role", message, f"add a {wanted} worker with pd {worker.pd}, or correct role and pd in workers:")
-
-
-def answers_alone(worker: WorkerConfig) -> bool:
-    """Return whether a worker answers requests that name no partner; SGLang's of one role do not."""
-    return worker.pd != "sglang" or worker.role == "mixed"

@@ -212,10 +212,10 @@ class Dispatcher:
             if not turn.waiter.done():  # else its client has left, and it is about to leave too
                 turn.waiter.set_result(True)
 
-    @staticmethod
-    def _go(turn: _Turn, now: float) -> None:
+    def _go(self, turn: _Turn, now: float) -> None:
         if turn.line.stile.room is not None:
             turn.line.stile.room.begin(turn.flight, turn.chunks)
+            self._ends.add(turn.chunks)
         if not turn.is_piece:
             turn.flight.start(now)
 

@@ -9,12 +9,12 @@ from typing import Final
 import msgspec
 
 from gateway.config import Config
-from gateway.fleet.registry import Candidates, Registry, Worker
+from gateway.fleet.registry import Candidates, Registry, State, Worker
 from gateway.observe.observer import Observer
 from gateway.prompt.prompt import Prompt
 from gateway.prompt.request import InferenceRequest
 from gateway.replication.seen import SeenPrompt
-from gateway.replication.warmup import WarmUp, answers_alone, make_warm_up
+from gateway.replication.warmup import WarmUp, make_warm_up
 from policies.base import COLUMNS
 from policies.chunks import ChunkHasher
 from policies.pieces import has_room, is_long, piece_ends
@@ -85,7 +85,9 @@ class Pieces:
 
     def obstacle(self, worker: Worker, long: LongPrompt) -> str:
         """Return why a worker gets a long prompt whole, whatever it has cached; "" where it may get pieces."""
-        if not answers_alone(worker):
+        if worker.state is not State.READY:
+            return f"the worker is {worker.state}"
+        if not worker.config.answers_alone:
             return "the worker answers nothing alone"
         if monotonic() < self._paused_until.get(worker, 0.0):
             return "the worker has refused pieces, or found nothing of them, and gets none for a while"

@@ -25,7 +25,7 @@ been missed, such a copy of a tenant's block cannot be told from a block without
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -33,7 +33,7 @@ from gateway.events.blocks import ALONE, EVERY_TIER, JOIN, NO_BLOCKS, TIERS_OF, 
 from gateway.events.changes import Changes, runs_of
 from gateway.events.decode import Event, Hash, Removed, Stored
 from policies.base import Tier
-from policies.chunks import TOKEN_BYTES, ChunkHasher
+from policies.chunks import TOKEN_BYTES, ChunkHasher, Medium, media_extra
 
 MAX_BLOCKS: Final = 2_000_000
 MAX_ORPHANS: Final = 50_000
@@ -74,7 +74,7 @@ class Assembler:
         self._group: int | None = None
         self._block_size = 0  # of what was last announced in HBM
         self._cleared = False
-        # What tiers that have never removed anything have announced since the last `age`, and before.
+        # Of what tiers hold that have never removed anything: announced since the last `age`, and before.
         self._young: dict[Tier, dict[Hash, None]] = {tier: {} for tier in Tier if tier is not Tier.HBM}
         self._old: dict[Tier, dict[Hash, None]] = {tier: {} for tier in self._young}
         self._reset()
@@ -87,6 +87,8 @@ class Assembler:
         self._holdings: dict[Tier, dict[bytes, int]] = {tier: {} for tier in Tier}  # chunk → blocks that end it
         self._stored: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}  # chunk → root
         self._removed: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in Tier}
+        for ages in (self._young, self._old):
+            ages.update({tier: {} for tier in ages})
 
     def __len__(self) -> int:
         """Blocks that are known."""
@@ -132,8 +134,7 @@ class Assembler:
         """Where nothing is ever removed: forget what was not announced again since the call before this one."""
         for tier, young in self._young.items():
             for key in self._old[tier].keys() - young.keys():
-                if key in self._blocks:
-                    self._shed(key, 1 << tier)
+                self._shed(key, 1 << tier)
             self._old[tier], self._young[tier] = young, {}
 
     def void(self, tiers: Iterable[Tier]) -> None:
@@ -163,8 +164,6 @@ class Assembler:
             self._group = event.group
         describes = bool(tokens) and (keyed or self._describes(event))
         blocks, tier, parent = self._blocks, event.tier, event.parent
-        if tier in self._young:
-            self._young[tier].update(dict.fromkeys(event.hashes))
         if parent is None:
             before: Block | None = Block(None, b"", chain=self._hasher.root(self.model, event.lora, event.salt))
         else:
@@ -184,6 +183,8 @@ class Assembler:
                     if key in self._waiting:
                         self._attach_orphans(key, block)
             parent, before = key, block
+        if tier in self._young:
+            self._young[tier].update(dict.fromkeys(filter(blocks.__contains__, event.hashes)))
 
     def _remove(self, event: Removed) -> None:
         if event.group != self._group and not self._stands(event.group):
@@ -291,13 +292,16 @@ class Assembler:
         tokens = b"".join([member.tokens for member in members])
         size = self._hasher.chunk_bytes
         first = -missing * TOKEN_BYTES  # more than 0 if the oldest member began in the chunk before
+        own = len(tokens) - len(block.tokens)  # where the block itself begins
+        at = 0  # where the first of ``members`` does
         for start in range(first, len(tokens) - size + 1, size):
-            items = [item for member in members for item in member.extra]
-            extra = b"\0".join(dict.fromkeys(items)) if items else b""
+            extra = b""
+            if any(member.media for member in members):
+                extra = media_extra(_media(members, (at - start) // TOKEN_BYTES))
             block.chain = self._hasher.next(block.chain, tokens[start : start + size], extra)
             block.root = block.root or block.chain
             block.chunks += (block.chain,)
-            members = [block]
+            members, at = [block], own
         block.open -= len(block.chunks) * self._hasher.chunk_tokens
         if not block.open:
             block.tokens = b""  # no chunk reaches back over it
@@ -386,7 +390,18 @@ class Assembler:
         block = self._blocks[key]
         for tier in TIERS_OF[tiers]:
             self._copies.pop((key, tier), None)
+            if tier in self._young:
+                self._young[tier].pop(key, None)
+                self._old[tier].pop(key, None)
         self._change(block, block.tiers & ~tiers)
         if not block.tiers and block.next is None:
             self._forget(key, block)
             self.heard_all = False  # copies of it may yet be announced
+
+
+def _media(blocks: Iterable[Block], at: int) -> Iterator[Medium]:
+    """Yield the media of blocks that follow each other; the first begins ``at`` tokens from where media are counted."""
+    for block in blocks:
+        for name, offset in block.media:
+            yield name, at + offset
+        at += len(block.tokens) // TOKEN_BYTES

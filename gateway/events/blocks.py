@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.events.decode import Hash
 from policies.base import N_TIERS, Tier
+from policies.chunks import Medium
 
 # Sets of tiers are bit masks, as in the index. The *standing* of some consecutive blocks is one byte: in its low half
 # the tiers that hold all of them, in its high half the slowest that is needed; 0 if a block is held nowhere.
@@ -51,7 +52,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
     Attributes:
         parent: hash of the block before it, None at the beginning of a prompt.
         tokens: packed token ids; dropped once no chunk can reach back over the block.
-        extra: multimodal items that reach into it.
+        media: that reach into it, from its own beginning.
         tiers: those that hold it; none while it only links its children to the beginning.
         standing: of the first chunk that it is part of, as far as its own end.
         chain: hash of the last whole chunk up to its end, or the chain's seed; empty for an orphan, a block whose way
@@ -64,7 +65,7 @@ class Block(msgspec.Struct, gc=False, eq=False):
 
     parent: Hash | None
     tokens: bytes
-    extra: tuple[bytes, ...] = ()
+    media: tuple[Medium, ...] = ()
     tiers: int = 0
     standing: int = 0
     chain: bytes = b""

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from policies.base import Tier
-from policies.chunks import TOKEN_BYTES
+from policies.chunks import TOKEN_BYTES, Medium
 
 Hash = int | bytes | str
 """An engine's own name for a block: opaque here, and never compared across workers."""
@@ -58,7 +58,7 @@ class Stored(msgspec.Struct, gc=False):
         tier: where they lie.
         lora: adapter name; an adapter known only by number is called ``#<number>``.
         salt: cache salt, told with a prompt's first block only.
-        extras: per block, ids of the multimodal items (or embeddings) that reach into it; None: there are none.
+        extras: per block, the media that reach into it, from its own beginning; None: there are none.
         group: number of the KV cache group in a hybrid model.
     """
 
@@ -69,7 +69,7 @@ class Stored(msgspec.Struct, gc=False):
     tier: Tier
     lora: str | None = None
     salt: str | None = None
-    extras: list[tuple[bytes, ...]] | None = None
+    extras: list[tuple[Medium, ...]] | None = None
     group: int | None = None
 
 
@@ -298,22 +298,23 @@ def _read_extra_keys(stored: Stored, keys: list[Any]) -> None:
     """
     if len(keys) != len(stored.hashes):
         raise ValueError("extra keys do not match the blocks")
-    extras: list[tuple[bytes, ...]] = []
+    extras: list[tuple[Medium, ...]] = []
     for number, key in enumerate(keys):
         items = list(key or ())
         if items and items[0] == stored.lora:
             del items[0]
-        ids = []
+        media: list[Medium] = []
         for item in items:
             if isinstance(item, list):
-                ids.append(str(item[0]).encode())
+                name, offset = item
+                media.append((str(name).encode(), int(offset)))
             elif isinstance(item, bytes):
-                ids.append(item)
+                media.append((item, 0))
             elif number == 0 and stored.parent is None:
                 stored.salt = _text(item)
             else:
                 raise ValueError("a cache salt belongs to a first block")
-        extras.append(tuple(ids))
+        extras.append(tuple(media))
     if any(extras):
         stored.extras = extras
 

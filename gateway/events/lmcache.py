@@ -78,14 +78,14 @@ class DirectoryBatch(msgspec.Struct):
         """
         entries = [entry for entry in self.entries if entry.key.kv_rank == entry.key.object_group_id == 0]
         if self.event_type == "delete":
-            names = [_name(entry) for entry in entries]
+            names = [self._name(entry) for entry in entries]
             return ([Removed(names, self.where())] if names else []), 0
         if self.event_type != "store":
             return [], 0
         stored: list[Stored | Removed] = []
         skipped, end, before = 0, 0, None
         for entry in entries:
-            tokens, name = entry.token_ids or [], _name(entry)
+            tokens, name = entry.token_ids or [], self._name(entry)
             if entry.token_offset == 0:
                 end, before = 0, None
             if entry.token_offset != end or not tokens:
@@ -95,6 +95,14 @@ class DirectoryBatch(msgspec.Struct):
             stored.append(_stored(entry, tokens, name, before, self.where()))
             end, before = entry.token_offset + len(tokens), name
         return stored, skipped
+
+    def _name(self, entry: Entry) -> Hash:
+        """Return what a chunk in this backend is called, which no engine's hash can equal.
+
+        Another backend may be of the same tier, and go on holding what this one drops. The salt is no part of LMCache's
+        own hash.
+        """
+        return f"lmcache:{self.backend}:{entry.key.cache_salt or ''}:{entry.key.chunk_hash_hex}"
 
 
 def tier_of(tier: str, backend: str, shared: bool) -> Tier:
@@ -121,11 +129,6 @@ def decode_directory(body: bytes) -> list[DirectoryBatch]:
         return _decode(body).batches
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadDirectoryEvents(f"not events of an LMCache server: {error}") from None
-
-
-def _name(entry: Entry) -> Hash:
-    """Return the chunk's name, which no engine's hash can equal. The salt is no part of LMCache's own hash."""
-    return f"lmcache:{entry.key.cache_salt or ''}:{entry.key.chunk_hash_hex}"
 
 
 def _stored(entry: Entry, tokens: list[int], name: Hash, before: Hash | None, tier: Tier) -> Stored:

@@ -61,6 +61,7 @@ class ApproximateCache:
             return
         cache = self._caches.get(slot)
         if cache is None:
+            self._forget_all_but_ours()
             cache = self._caches[slot] = PrefixLru(chunk_tokens)
         capacity = int(capacity_tokens or DEFAULT_CAPACITY_TOKENS)
         running = self._index.running(slot)
@@ -69,6 +70,11 @@ class ApproximateCache:
             await self._index.store(slot, new, Tier.HBM, chunks[0])
         if gone:
             await self._evict(slot, gone)
+
+    def _forget_all_but_ours(self) -> None:
+        """Of a slot that was given back, nobody tells; where slots are shared, the same may not be ours again."""
+        for slot in [slot for slot in self._caches if not self._is_ours(slot)]:
+            self.forget(slot)
 
     async def _evict(self, slot: int, gone: Sequence[tuple[bytes, bytes]]) -> None:
         evicted: dict[bytes, list[bytes]] = {}  # by root: the index takes one chain at a time

@@ -89,6 +89,7 @@ class Publisher:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._fewer_wait = asyncio.Event()
         self._rewrite_wanted = asyncio.Event()
         self._begin_generation = False
         self._renew_now = asyncio.Event()
@@ -192,7 +193,7 @@ class Publisher:
                 self.failed(error)
                 pause = min(2 * pause, _RENEW_S)
             else:
-                if self._away:
+                if self._away and self.up.is_set():  # since the last renewal, nobody has waited in vain
                     self._away = False
                     log.info("the shared index answers again")
                 self.up.set()
@@ -249,7 +250,9 @@ class Publisher:
                 for key in keys:
                     for slot in self._table.holders(key):
                         self.mark(slot, (key,))
-                await self._idle.wait()
+                while sum(map(len, self._waiting.values())) >= _BATCH_CHUNKS:  # what changes should not wait for long
+                    self._fewer_wait.clear()
+                    await self._fewer_wait.wait()
 
     async def _write(self) -> None:
         while True:
@@ -275,11 +278,13 @@ class Publisher:
         batch: dict[int, list[bytes]] = {}
         room = _BATCH_CHUNKS
         while self._waiting and room:
-            slot, waiting = next(iter(self._waiting.items()))
+            slot = next(iter(self._waiting))
+            waiting = self._waiting.pop(slot)
             batch[slot] = [waiting.pop() for _ in range(min(room, len(waiting)))]
             room -= len(batch[slot])
-            if not waiting:
-                del self._waiting[slot]
+            if waiting:
+                self._waiting[slot] = waiting  # behind the others
+        self._fewer_wait.set()
         keys_by_nibble: dict[tuple[int, int], list[bytes]] = {}
         for slot, keys in batch.items():
             for key in keys:

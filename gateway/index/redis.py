@@ -173,8 +173,11 @@ class RedisIndex:
         try:
             async with asyncio.timeout(self._timeout_s):
                 masks = await self._store.read(chunks, chunks[0])
+        except TimeoutError:
+            counters.timeouts += 1
+            self._publisher.failed(TimeoutError(f"no answer within index.timeout_s, {self._timeout_s:g} s"))
+            return ()
         except UNREACHABLE as error:
-            counters.timeouts += isinstance(error, TimeoutError)
             self._publisher.failed(error)
             return ()
         if time() > trusted_until:  # read so late, perhaps, that a slot asked for was another worker's by then

@@ -53,22 +53,23 @@ async def supervise(config: Config, n: int) -> int:
         raise ConfigError(f"recorder.max_files: {n} processes write {n} files at a time; allow at least as many")
     gateways: list[Child] = []
     asked = _signals_for(gateways)
-    with _shared_port(config.server) as port, tempfile.TemporaryDirectory(prefix="kvway-") as folder:
+    with _shared_port(config.server) as port:
         # One salt, so that what the processes record can be read together.
         config = _updated(config, "recorder", salt=config.recorder.salt or secrets.token_hex(16))
         configs = [_nth(config, k, port) for k in range(n)]
         if not embedded:
             return await _run(gateways, configs, asked)
-        socket = Path(folder, "valkey.sock")
-        configs = [_updated(each, "index", backend="redis", url=f"unix://{socket}") for each in configs]
-        valkey = Child("valkey", ["valkey", str(socket)])
-        keeping = spawn(valkey.keep(), "keep valkey")
-        try:
-            await _until_there(socket)
-            return await _run(gateways, configs, asked)
-        finally:
-            valkey.end(signal.SIGTERM)
-            await keeping
+        with _folder() as folder:
+            socket = Path(folder, "valkey.sock")
+            configs = [_updated(each, "index", backend="redis", url=f"unix://{socket}") for each in configs]
+            valkey = Child("valkey", ["valkey", str(socket)])
+            keeping = spawn(valkey.keep(), "keep valkey")
+            try:
+                await _until_there(socket)
+                return await _run(gateways, configs, asked)
+            finally:
+                valkey.end(signal.SIGTERM)
+                await keeping
 
 
 def _signals_for(gateways: list[Child]) -> asyncio.Event:
@@ -126,10 +127,20 @@ def _shared_port(server: ServerConfig) -> Iterator[int]:
         yield port
 
 
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="kvway-")
+    except OSError as error:
+        raise ConfigError(f"the embedded Valkey needs a temporary directory; set TMPDIR: {error}") from None
+
+
 async def _until_there(socket: Path) -> None:
     try:
         async with asyncio.timeout(_VALKEY_START_S):
             while not socket.exists():  # noqa: ASYNC110, ASYNC240 - it is ours, and nothing tells of it
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise ConfigError(f"the embedded Valkey did not start within {_VALKEY_START_S:g} s") from None
+        log = socket.with_name("valkey.log")
+        said = log.read_text().splitlines()[-1:] if log.exists() else []
+        why = f", in {socket.parent}: {said[0]}" if said else ""
+        raise ConfigError(f"the embedded Valkey did not start within {_VALKEY_START_S:g} s{why}") from None

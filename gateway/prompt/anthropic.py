@@ -15,7 +15,7 @@ import jinja2.sandbox
 import msgspec
 
 from gateway.prompt.conversation import BILLING_HEADER, Unreadable
-from gateway.prompt.request import ABSENT, Message, MessagesRequest
+from gateway.prompt.request import ABSENT, Message, MessagesRequest, TransferParams
 
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 _PROBE: Final = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
@@ -62,6 +62,7 @@ class _Body(msgspec.Struct):
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
     metadata: _Metadata | None = None
+    kv_transfer_params: TransferParams | None = None
 
 
 _BODY: Final = msgspec.json.Decoder(_Body)
@@ -83,6 +84,7 @@ def read_messages(body: bytes) -> MessagesRequest:
         user=None if read.metadata is None else read.metadata.user_id,
         tools=read.tools,
         chat_template_kwargs=read.chat_template_kwargs,
+        kv_transfer_params=read.kv_transfer_params,
         reasoning_effort=None if read.output_config is None else read.output_config.effort,
         thinking_disabled=read.thinking is not None and read.thinking.type == "disabled",
     )

@@ -16,6 +16,7 @@ from gateway.fleet.credentials import credentials
 from gateway.prompt.cache import ByteCache, Entry
 from gateway.prompt.tokenizer import pack
 from gateway.tasks import spawn
+from policies.chunks import Medium, media_extra
 
 TIMEOUT_S: Final = 1.0
 RENDER_TIMEOUT_S: Final = 10.0
@@ -53,7 +54,7 @@ class _Answer(msgspec.Struct):
     features: _Features | None = None
 
 
-class Medium(NamedTuple):
+class Placeholder(NamedTuple):
     """An image, audio or video in a prompt.
 
     Attributes:
@@ -77,7 +78,7 @@ class EnginePrompt(Entry):
 
     __slots__ = ("media", "packed")
 
-    def __init__(self, packed: bytes, media: Sequence[Medium] = ()) -> None:
+    def __init__(self, packed: bytes, media: Sequence[Placeholder] = ()) -> None:
         super().__init__(len(packed) + 200 * len(media) + _OVERHEAD)
         self.packed = packed
         self.media = media
@@ -210,21 +211,21 @@ def without_tensors(body: bytes) -> bytes:
     return msgspec.json.encode({**fields, "mm_payload": "none"})
 
 
-def chunk_extras(media: Iterable[Medium], chunk_tokens: int) -> dict[int, bytes]:
+def chunk_extras(media: Iterable[Placeholder], chunk_tokens: int) -> dict[int, bytes]:
     """Return what media add to the chunks that they reach into, by number; the assembler makes the same of events."""
-    names: dict[int, dict[bytes, None]] = {}
-    for medium in media:
-        last = medium.offset + medium.length - 1
-        for number in range(medium.offset // chunk_tokens, last // chunk_tokens + 1):
-            names.setdefault(number, {})[medium.name] = None
-    return {number: b"\0".join(found) for number, found in names.items()}
+    found: dict[int, list[Medium]] = {}
+    for place in media:
+        last = place.offset + place.length - 1
+        for number in range(place.offset // chunk_tokens, last // chunk_tokens + 1):
+            found.setdefault(number, []).append((place.name, place.offset - number * chunk_tokens))
+    return {number: media_extra(in_chunk) for number, in_chunk in found.items()}
 
 
-def _media(features: _Features | None) -> list[Medium]:
+def _media(features: _Features | None) -> list[Placeholder]:
     if features is None:
         return []
     media = [
-        Medium(place.offset, place.length, name.encode())
+        Placeholder(place.offset, place.length, name.encode())
         for modality, names in features.mm_hashes.items()
         for name, place in zip(names, features.mm_placeholders.get(modality, ()), strict=True)
     ]

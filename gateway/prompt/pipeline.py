@@ -133,8 +133,21 @@ class PromptPipeline:
             candidates: as for ``prompt``.
         """
         if prompt.tokenized and not _renders_otherwise(request) and self.checks.due(candidates.model):
-            payload = partial(_payload, request) if self._source(candidates).tokenizes_alike else _nothing_alike
-            self.checks.begin(path, body, payload, prompt.ids, candidates)
+            self.checks.begin(path, body, self._payload_maker(request, candidates), prompt.ids, candidates)
+
+    async def engine_ids(self, path: str, body: bytes, candidates: Candidates) -> bytes:
+        """Return the packed ids that a worker makes of a request, without running it.
+
+        Raises:
+            EngineError: no answer, or none that can be used.
+        """
+        payload = self._payload_maker(self.parse(path, body), candidates)
+        return await self._engine.rendered(random.choice(candidates.workers).config, path, body, payload)
+
+    def _payload_maker(self, request: InferenceRequest, candidates: Candidates) -> Callable[[], dict[str, Any]]:
+        """Return what makes the ``/tokenize`` request for workers that do not render."""
+        alike = self._source(candidates).tokenizes_alike and not _is_tokenized_otherwise(request)
+        return partial(_payload, request) if alike else _nothing_alike
 
     def body_with_ids(self, body: bytes, prompt: Prompt, candidates: Candidates) -> bytes | None:
         """Return the body to send in place of ``body``, where its model wants token ids passed on; else None.
@@ -170,7 +183,10 @@ class PromptPipeline:
         segments = await model.segments.get(texts)
         if request.add_special_tokens:
             segments = [*model.before, *segments, *model.after]
-        return await self._exact(segments, root)
+        prompt = await self._exact(segments, root)
+        if isinstance(request, ResponsesRequest) and request.cut_to_fit:  # only the engine knows what fits
+            prompt.exact = prompt.tokenized = False
+        return prompt
 
     async def _going_on(
         self, conversation: Conversation, texts: Sequence[Pieces], cache: SegmentCache, root: Link
@@ -328,8 +344,13 @@ def _renders_otherwise(request: InferenceRequest) -> bool:
     return isinstance(request, MessagesRequest) and request.thinking_disabled
 
 
+def _is_tokenized_otherwise(request: InferenceRequest) -> bool:
+    """Return whether vLLM's ``/tokenize`` may differ from what it runs: it puts a called function's arguments first."""
+    return isinstance(request, ResponsesRequest) and any(message.tool_calls for message in request.messages)
+
+
 def _nothing_alike() -> dict[str, Any]:
-    raise EngineError("only /render would make the tokens with which the request runs")
+    raise EngineError("only /render makes the tokens with which the request runs; start vLLM with --enable-scale-out")
 
 
 def _payload(request: InferenceRequest) -> dict[str, Any]:

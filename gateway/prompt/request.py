@@ -36,6 +36,12 @@ class StreamOptions(msgspec.Struct, gc=False):
     include_usage: bool | None = None
 
 
+class TransferParams(msgspec.Struct, gc=False):
+    """``kv_transfer_params`` of a request; ids there are what the engine runs in place of the messages."""
+
+    prompt_token_ids: Any = None
+
+
 class _Request(msgspec.Struct, kw_only=True):
     """What all kinds of request have in common.
 
@@ -94,6 +100,7 @@ class ChatRequest(_Request, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    kv_transfer_params: TransferParams | None = None
     completion_tokens_limit: int | None = msgspec.field(default=None, name="max_completion_tokens")
     conversation: Any = msgspec.field(default=None, name=" ")  # no JSON field either
 
@@ -106,7 +113,12 @@ class ChatRequest(_Request, kw_only=True):
     @property
     def opaque(self) -> bool:
         """True without messages, or when the engine makes something else of them."""
-        return not self.messages or self.truncate_prompt_tokens is not None
+        params = self.kv_transfer_params
+        return (
+            not self.messages
+            or self.truncate_prompt_tokens is not None
+            or (params is not None and params.prompt_token_ids is not None)
+        )
 
 
 class MessagesRequest(ChatRequest, kw_only=True):
@@ -125,11 +137,17 @@ class MessagesRequest(ChatRequest, kw_only=True):
 
 
 class ResponsesRequest(ChatRequest, kw_only=True):
-    """Body of ``/v1/responses`` as the chat that it becomes; opaque where an engine's stored responses belong to it."""
+    """Body of ``/v1/responses`` as the chat that it becomes; opaque where an engine's stored responses belong to it.
+
+    Attributes:
+        cut_to_fit: whether the engine drops the beginning of a prompt that is too long for it.
+    """
 
     kind: ClassVar[str] = "responses"
     path: ClassVar[str] = "/v1/responses"
     name_first: ClassVar[bool] = True
+
+    cut_to_fit: bool = False
 
 
 class CompletionRequest(_Request, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.prompt.conversation import Unreadable
-from gateway.prompt.request import ABSENT, Message, ResponsesRequest
+from gateway.prompt.request import ABSENT, Message, ResponsesRequest, TransferParams
 from gateway.prompt.tools import NAMESPACE_SEPARATOR
 
 _IMAGE_FIELDS: Final = ("type", "detail", "file_id", "image_url")
@@ -53,6 +53,8 @@ class _Body(msgspec.Struct):
     tools: msgspec.Raw = ABSENT
     chat_template_kwargs: msgspec.Raw = ABSENT
     reasoning: _Reasoning | None = None
+    truncation: str | None = "disabled"
+    kv_transfer_params: TransferParams | None = None
     previous_response_id: Any = None
     previous_input_messages: Any = None
     prompt: Any = None
@@ -81,6 +83,8 @@ def read_responses(body: bytes) -> ResponsesRequest:
         chat_template_kwargs=read.chat_template_kwargs,
         reasoning_effort=None if read.reasoning is None else read.reasoning.effort,
         add_special_tokens=True,
+        cut_to_fit=read.truncation != "disabled",
+        kv_transfer_params=read.kv_transfer_params,
     )
     if read.previous_response_id is not None or read.previous_input_messages or read.prompt is not None:
         return request

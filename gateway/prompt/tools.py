@@ -63,7 +63,7 @@ def _dump(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
         raise Unreadable("a tool that is not a function")
-    deferred = tool.get("defer_loading")
+    deferred = _flag(tool, "defer_loading")
     if deferred is None:
         return _function(function)
     if function.get("defer_loading") is None:
@@ -76,9 +76,16 @@ def _function(function: dict[str, Any]) -> dict[str, Any]:
         raise Unreadable("a tool without a name")
     dumped = {key: function.get(key) for key in ("name", "description", "parameters")}
     for key in ("strict", "defer_loading"):
-        if function.get(key) is not None:
-            dumped[key] = function[key]
+        if (flag := _flag(function, key)) is not None:
+            dumped[key] = flag
     return {"type": "function", "function": dumped}
+
+
+def _flag(fields: dict[str, Any], key: str) -> bool | None:
+    flag = fields.get(key)
+    if flag is not None and not isinstance(flag, bool):  # vLLM takes 1, "yes" and their like for true
+        raise Unreadable(f"a tool whose {key} is {type(flag).__name__}")
+    return flag
 
 
 def _of_messages(tools: list[Any]) -> Tools:

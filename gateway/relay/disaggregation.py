@@ -21,6 +21,7 @@ from uuid import uuid4
 from gateway.errors import BadRequest, NoWorker
 from gateway.fleet.registry import State, Worker
 from gateway.relay import legs
+from gateway.relay.alone import dispatch_alone, dispatch_to_prefill_worker
 from gateway.relay.answer import Answer
 from gateway.relay.cached import CachedTokens
 from gateway.relay.handovers import bootstrap_url
@@ -29,7 +30,7 @@ from gateway.relay.pairing import Chosen, Pairing, find_decoder, find_pairing, j
 from gateway.relay.plan import Plan
 from gateway.relay.prefill import PrefillLeg
 from gateway.relay.retry import Failure, FailureKind
-from gateway.relay.route import Route, count_leg, count_on, decide, dispatch, find_residency, leave_out
+from gateway.relay.route import Route, count_leg, dispatch
 from gateway.relay.services import Services
 from gateway.relay.turns import ParamsReader, Turn
 from gateway.relay.upstream import Receiver
@@ -96,6 +97,7 @@ class HandOver:
             GatewayError: the model is no longer served, or no worker is there.
         """
         self._receiver = self._decoder = None
+        self._completed = False
         tried = [worker for worker in tried if worker not in self._blameless]
         pairing: Pairing | None = None
         if self._whole is None:
@@ -111,16 +113,15 @@ class HandOver:
                 return decoding
             self._drop("decode_failed")
             self._whole = True
-        route = await dispatch(self._services, self._plan, tried)
-        worker = route.worker
-        if worker.config.pd == "sglang" and worker.config.role != "mixed" and not self._refused:
-            route.end(monotonic())
+        route = await dispatch_alone(self._services, self._plan, tried)
+        if route is None and not self._refused:
             if not self._sequences:
                 raise BadRequest(_NOT_BY_SGLANG)
             raise NoWorker(
-                f"No prefill worker handed the request to a decode worker, and {worker.name} alone cannot answer it.",
+                "No prefill worker handed the request to a decode worker, which cannot answer it alone.",
                 retry_after_s=1,
             )
+        route = route or await dispatch(self._services, self._plan, tried)
         route.body = legs.write_fields(self._fields)
         return route
 
@@ -199,9 +200,11 @@ class HandOver:
                 pulls = turn is not None
                 self._leg = leg = PrefillLeg(services, self._exchange.head, plan, route, body, pulls=pulls)
                 if worker.config.pd in legs.AT_ONCE:
-                    leg.on_failure = self._lost
-                    return leg
-                if await self._prefilled(leg, pulls):
+                    await leg.goes()  # the decode worker would wait for a prefill that is held, and be blamed for it
+                    if leg.failure is None:
+                        leg.on_failure = self._lost
+                        return leg
+                elif await self._prefilled(leg, pulls):
                     return leg
                 self._leg, self._refused = None, leg.refused
                 if leg.refused:
@@ -260,28 +263,12 @@ class HandOver:
         return route
 
     async def _last_resort(self, tried: Collection[Worker]) -> Route | None:
-        """Where every worker that decodes has failed, let a prefill worker answer; SGLang's cannot."""
-        services, plan = self._services, self._plan
-        assert plan.model is not None and plan.request is not None and plan.policy is not None
-        if any(worker not in tried for worker in services.registry.candidates(plan.model).workers):
-            return None
-        if any(worker.config.pd == "sglang" for worker in tried):
-            return None
-        self._drop("decode_failed")
-        self._tried += [worker for worker in tried if worker.config.role == "prefill"]
-        try:
-            candidates, residency = await find_residency(services, plan.model, plan.request, prefilling=True)
-        except NoWorker:
-            return None
-        workers, fleet, residency = leave_out(self._tried, candidates, residency)
-        now = monotonic()
-        services.ledger.advance(now)
-        row = decide(services, plan.policy, plan.request, fleet, residency, now).worker
-        if workers[row] in self._tried:
-            return None
-        hit_tokens = min(residency.hit(row), plan.request.prompt_tokens)
-        route = count_on(services, plan, workers[row], hit_tokens, "last_resort", now)
-        route.body = legs.write_fields(self._fields)
+        """Where every worker that decodes has failed, let a prefill worker answer."""
+        self._tried += [worker for worker in tried if worker.config.role == "prefill" and worker not in self._tried]
+        route = await dispatch_to_prefill_worker(self._services, self._plan, tried, self._tried)
+        if route is not None:
+            self._drop("decode_failed")
+            route.body = legs.write_fields(self._fields)
         return route
 
     async def _bodies(self, chosen: Chosen, turn: Turn | None) -> bytes | None:
@@ -356,9 +343,9 @@ class HandOver:
                 book.transferred(leg.worker, decoder, size, seconds)
 
     def _keep_turn(self, reader: ParamsReader) -> None:
-        """Note where the decode worker keeps this turn, if it says so."""
+        """Note where the decode worker keeps this turn, if it says so and has not left meanwhile."""
         params, usage = reader.params(), self._exchange.answer.usage
-        if params is not None and usage is not None and self._decoder is not None:
+        if params is not None and usage is not None and self._decoder is not None and self._decoder.row >= 0:
             assert self._plan.request is not None
             turns = self._services.hand_overs.turns
             turns.keep(self._plan.request, usage.prompt_tokens, self._decoder, params, monotonic())

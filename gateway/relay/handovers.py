@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import inf
@@ -12,11 +13,13 @@ import httpx
 import numpy as np
 
 from gateway.config_workers import DisaggregationConfig
+from gateway.fleet.polling import control_client
 from gateway.fleet.registry import Registry, Worker
 from gateway.observe.observer import Observer
 from gateway.relay.notices import Notices
 from gateway.relay.turns import Turns
 from gateway.sharing.news import Outbox
+from gateway.tasks import spawn
 from policies.base import Floats
 from policies.disaggregation import LinkRates
 
@@ -57,6 +60,7 @@ class HandOverBook:
         self._transfers: Counter[Pair] = Counter()
         self._moved_bytes: defaultdict[Pair, float] = defaultdict(float)
         self._engines: dict[Worker, tuple[str, float]] = {}
+        self._asked: dict[Worker, asyncio.Task[str | None]] = {}
         # By decode worker, the prefill workers whose KV has not arrived there, since any last did.
         self._lost_from: defaultdict[str, set[str]] = defaultdict(set)
         for worker in registry.workers.values():
@@ -130,7 +134,9 @@ class HandOverBook:
                 self._tables.clear()
             seconds = [
                 [
-                    1 / self.rates.bytes_per_s(one.name, other.name) if _can_hand(one, other) else inf
+                    1 / self.rates.bytes_per_s(one.name, other.name)
+                    if other.config.takes_over_from(one.config)
+                    else inf
                     for other in decodes
                 ]
                 for one in prefills
@@ -139,18 +145,29 @@ class HandOverBook:
         return table
 
     async def engine_id(self, worker: Worker) -> str | None:
-        """Return the id of a Mooncake prefill engine, as its bootstrap server says; None where that does not answer."""
+        """Return the id of a Mooncake prefill engine, as its bootstrap server says; None where that does not answer.
+
+        All requests that need it at the same time ask once.
+        """
         engine, asked_at = self._engines.get(worker, ("", 0.0))
         if engine and monotonic() - asked_at < _ENGINE_TTL_S:
             return engine
+        if worker not in self._asked:
+            self._asked[worker] = spawn(self._ask_bootstrap_server(worker), f"bootstrap server of {worker.name}")
+        return await asyncio.shield(self._asked[worker])
+
+    async def _ask_bootstrap_server(self, worker: Worker) -> str | None:
+        self._engines.pop(worker, None)
         try:
-            async with httpx.AsyncClient(trust_env=False, timeout=_QUERY_TIMEOUT_S) as client:
+            async with asyncio.timeout(_QUERY_TIMEOUT_S), control_client() as client:
                 answer = await client.get(f"{bootstrap_url(worker)}/query")
             engine = str(answer.json()[str(worker.config.data_parallel_rank or 0)]["engine_id"])
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):
-            self._engines.pop(worker, None)
+        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):
             return None
-        self._engines[worker] = engine, monotonic()
+        finally:
+            del self._asked[worker]
+        if worker.row >= 0:
+            self._engines[worker] = engine, monotonic()
         return engine
 
     def _on_change(self, worker: Worker, joined: bool) -> None:
@@ -161,7 +178,6 @@ class HandOverBook:
         self.rates.leave(worker.name)
         self.turns.leave(worker)
         self._engines.pop(worker, None)
-        self._lost_from.pop(worker.name, None)
         # All that are gone, not this one alone: a request may have ended after its worker left.
         present = {"", *self._registry.workers}
         for of_pair in (self._ttft_s, self._ttfts, self._transfer_s, self._transfers, self._moved_bytes):
@@ -169,10 +185,8 @@ class HandOverBook:
                 del of_pair[pair]
         for counted in [counted for counted in self._outcomes if not present.issuperset(counted[:2])]:
             del self._outcomes[counted]
-
-
-def _can_hand(prefill: Worker, decode: Worker) -> bool:
-    return prefill.config.pd == decode.config.pd and decode.config.role != "prefill"
+        for name in self._lost_from.keys() - present:
+            del self._lost_from[name]
 
 
 def bootstrap_url(worker: Worker) -> str:

@@ -81,6 +81,18 @@ def read_fields(body: bytes, keep_params: bool) -> Fields:
     }
 
 
+def without_hosts(body: bytes) -> bytes | None:
+    """Return the body of a request whose prompt is not read, without such fields; None where it is no JSON object.
+
+    Raises:
+        BadRequest: it is nested too deeply.
+    """
+    try:
+        return write_fields(read_fields(body, keep_params=False))
+    except (ValueError, AttributeError):
+        return None
+
+
 def _raw_fields(body: bytes) -> Fields:
     try:
         return _decode(body)
@@ -186,6 +198,8 @@ def sglang_body(fields: Fields, worker: Worker, count: int) -> bytes:
         meeting = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": rooms[0]}
     else:
         meeting = {"bootstrap_host": [host] * count, "bootstrap_port": [port] * count, "bootstrap_room": rooms}
+    if worker.config.data_parallel_rank is not None:  # it need not be the one that follows from the room
+        meeting["disagg_prefill_dp_rank"] = worker.config.data_parallel_rank
     return _encode(fields | meeting)
 
 

@@ -30,6 +30,7 @@ class Refusal(StrEnum):
     LOGPROBS = "logprobs"
     CONSTRAINED = "constrained_decoding"
     REASONING = "reasoning"
+    STOP = "stop_string"  # one may have begun
     PROMPT = "prompt"  # it is no single text, or the answer does not simply follow it
     ENGINE = "engine_field"  # the answer holds more of the engine's state than text
     NO_LIMIT = "no_max_tokens"  # engines differ in what they take for it
@@ -67,7 +68,9 @@ _REFUSED_FIELDS: Final = {
     "kv_transfer_params": Refusal.ENGINE,
     "return_token_ids": Refusal.ENGINE,
     "return_hidden_states": Refusal.ENGINE,
+    "stop_regex": Refusal.STOP,
 }
+_MAX_STOP_CHARS: Final = 256
 
 
 class _Delta(msgspec.Struct):
@@ -160,7 +163,7 @@ class PartialAnswer:
         self._size += len(text.encode())
         if choice.index:
             self.refuse(Refusal.CHOICES)
-        elif delta.reasoning or delta.reasoning_content or "<think>" in text or "</think>" in text:
+        elif delta.reasoning or delta.reasoning_content:
             self.refuse(Refusal.REASONING)
         elif delta.tool_calls:
             self.refuse(Refusal.TOOLS)
@@ -178,8 +181,14 @@ class PartialAnswer:
         self._pieces.clear()
 
 
-def refusal_of(path: str, body: bytes) -> Refusal | None:
-    """Return why a request's answer could not be continued, None where it could."""
+def refusal_of(path: str, body: bytes, text: str) -> Refusal | None:
+    """Return why a request's answer could not be continued, None where it could.
+
+    Args:
+        path: the request's path.
+        body: its body.
+        text: the answer so far.
+    """
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -189,8 +198,10 @@ def refusal_of(path: str, body: bytes) -> Refusal | None:
     for name, reason in _REFUSED_FIELDS.items():
         if _matters(fields.get(name)):
             return reason
-    if fields.get("include_reasoning") is False:
+    if fields.get("include_reasoning") is False or "<think>" in text or "</think>" in text:
         return Refusal.REASONING
+    if _may_be_stopping(text.rstrip(), fields.get("stop")):
+        return Refusal.STOP
     if not all(isinstance(fields.get(name), int | None) for name in (*_LIMITS, "min_tokens")):
         return Refusal.UNREADABLE
     if path == _CHAT_PATH:
@@ -209,6 +220,19 @@ def _matters(value: Any) -> bool:
     if value is None or value is False or value == "none":
         return False
     return value not in ([], {}, {"type": "text"})
+
+
+def _may_be_stopping(text: str, stop: Any) -> bool:
+    """Return whether a text ends with a stop string or the beginning of one: the next engine would not know of it.
+
+    vLLM holds back what may be one, unless the client wants it in the answer (``include_stop_str_in_output``).
+    """
+    given = stop if isinstance(stop, list) else [stop]
+    return any(
+        len(one) > _MAX_STOP_CHARS or any(text.endswith(one[:length]) for length in range(1, len(one) + 1))
+        for one in given
+        if isinstance(one, str)
+    )
 
 
 def continued_body(path: str, body: bytes, text: str, sent: int = 0) -> bytes:

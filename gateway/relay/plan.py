@@ -13,6 +13,7 @@ from gateway.config import RoutePath
 from gateway.dispatch.pieces import LongPrompt
 from gateway.errors import BadRequest, GatewayError
 from gateway.observe.record import RequestRecord
+from gateway.relay.legs import without_hosts
 from gateway.relay.naming import named_model, only_model
 from gateway.relay.services import Services
 from policies.base import Policy, RoutingRequest
@@ -69,7 +70,8 @@ async def make_plan(services: Services, method: bytes, path: str, body: bytes, c
         model = named_model(body) if body else None
         if model is not None:
             services.registry.candidates(model)  # raises for a model nobody serves
-        return Plan(model)
+        moves_kv = services.registry.apart or services.registry.fleet.pulls is not None
+        return Plan(model, body=without_hosts(body) if moves_kv and body else None)
     request = await services.prompts.read(path, body)
     model = request.model or only_model(services.registry)
     candidates = services.registry.candidates(model)

@@ -73,6 +73,7 @@ class PrefillLeg:
         self._route = route
         self._is_retried = is_retried
         self._pulls = pulls
+        self._goes = asyncio.Event()
         self._whole = WholeAnswer(_MAX_BYTES)
         self.task = spawn(self._run(body), f"prefill {head.request_id}")
 
@@ -80,6 +81,11 @@ class PrefillLeg:
     def status(self) -> int:
         """Status of the worker's answer, 0 without one."""
         return self._whole.status
+
+    async def goes(self) -> None:
+        """Wait until its worker's turn has come, or it is over before."""
+        if self._route.flight.stage == Flight.HELD:
+            await self._goes.wait()
 
     async def done(self) -> None:
         """Wait until it is over; whoever gives up waiting gives it up."""
@@ -97,21 +103,18 @@ class PrefillLeg:
 
     async def _run(self, body: bytes) -> None:
         services = self._services
-        timeout_s = services.timeouts_for(self._plan.model or "").header_s
         failure: Failure | None
         try:
-            async with asyncio.timeout(timeout_s or None):
-                failure = await self._attempt(body)
+            failure = await self._attempt(body)
             if failure is None:
                 await self._prefilled()
-        except TimeoutError:
-            failure = Failure(FailureKind.TIMEOUT, f"sent no answer within {timeout_s:g} s")
         except Saturated:
             failure = Failure(FailureKind.REFUSED, "has too many requests waiting")
         finally:
             self._whole.drop()
             self.ended_at = monotonic()
             self._route.end(self.ended_at)
+            self._goes.set()
         self.failure = failure
         if failure is None:
             services.health.succeeded(self.worker)
@@ -134,7 +137,13 @@ class PrefillLeg:
             and not await services.dispatcher.turn(flight, request)
         ):
             return Failure(FailureKind.REFUSED, "has stopped being ready")
-        return await services.upstream.of(self.worker).ask(partial(self._send, body)) or self._wrong()
+        self._goes.set()
+        timeout_s = services.timeouts_for(self._plan.model or "").header_s
+        try:
+            async with asyncio.timeout(timeout_s or None):
+                return await services.upstream.of(self.worker).ask(partial(self._send, body)) or self._wrong()
+        except TimeoutError:
+            return Failure(FailureKind.TIMEOUT, f"sent no answer within {timeout_s:g} s")
 
     def _send(self, body: bytes, upstream: Upstream) -> asyncio.Future[Failure | None]:
         """Send the request over a connection; return what tells how the answer has ended."""

@@ -105,7 +105,7 @@ class Resumption:
             return self._partial.refusal
         if self._resumed >= self._config.max_per_stream:
             return Refusal.TOO_OFTEN
-        if (refusal := refusal_of(self._path, self._body)) is not None:
+        if (refusal := refusal_of(self._path, self._body, self._partial.text)) is not None:
             return refusal
         if not has_others(self._services, self._plan, [worker]):
             return Refusal.NO_WORKER

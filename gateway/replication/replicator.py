@@ -30,7 +30,7 @@ from gateway.relay.prefill import PrefillLeg
 from gateway.relay.route import count_on, find_residency
 from gateway.relay.services import Services
 from gateway.replication.seen import SeenPrompt, SeenPrompts
-from gateway.replication.warmup import answers_alone, make_warm_up
+from gateway.replication.warmup import make_warm_up
 from gateway.sharing.sharing import Sharing
 from gateway.tasks import spawn, stop
 from policies.base import Residency, RoutingRequest
@@ -226,7 +226,7 @@ class Replicator:
         seconds = fleet.pending_prefill_s + prefill_seconds(new, tokens - new, *speed)
         costs: list[float] = np.where(fleet.kv_usage < _FULL, seconds * (1.0 + fleet.kv_usage), inf).tolist()
         return [
-            inf if worker in self._refused_at or not answers_alone(worker) else cost
+            inf if worker in self._refused_at or not worker.config.answers_alone else cost
             for worker, cost in zip(candidates.workers, costs, strict=True)
         ]
 

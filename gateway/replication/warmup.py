@@ -52,11 +52,6 @@ class WarmUp(msgspec.Struct):
         )
 
 
-def answers_alone(worker: Worker) -> bool:
-    """Return whether a worker can be warmed: SGLang's of one role answer nothing without a partner of the other."""
-    return worker.config.role == "mixed" or worker.config.pd != "sglang"
-
-
 def make_warm_up(seen: SeenPrompt, n_chunks: int, hasher: ChunkHasher, root: bytes) -> WarmUp | None:
     """Return the request that makes a worker hold the first chunks of a prompt.
 

@@ -37,7 +37,7 @@ class Ownership:
         self._index = index
         self._records: Mapping[str, Record] = {}
         index.on_owners(self._show_all)
-        self._retained: dict[Worker, int] = {}  # slots of ours that answer although another replica follows the worker
+        self._retained: dict[int, Worker] = {}  # slots of ours that answer until the worker's next owner has one
 
     @property
     def owned(self) -> int:
@@ -67,7 +67,7 @@ class Ownership:
                 self._feeds.follow(worker)
                 continue
             if has_owner and self._feeds.follows(worker):
-                self._retained[worker] = await self._feeds.unfollow(worker)
+                self._retained[await self._feeds.unfollow(worker)] = worker
         self._show_all()
         if any(map(self._is_unknown, self._registry.workers.values())):
             self._index.learn_owners()
@@ -111,9 +111,9 @@ class Ownership:
         return not self._index.is_others(slot, worker.name)
 
     async def _release_unused(self) -> None:
-        for worker, slot in list(self._retained.items()):
+        for slot, worker in list(self._retained.items()):
             if worker.slot != slot or worker.row < 0:
-                del self._retained[worker]
+                del self._retained[slot]
                 await self._index.release_slot(slot)
 
 

@@ -20,6 +20,7 @@ from gateway.config import Config
 from sim.server import SimWorker, WorkerSettings
 from tests.gateway_rig import FILES, MODEL, STORY, admin_of, fleet, until
 from tests.lmcache import asked, peer, recorded
+from tests.peers import FakeWorker, Message, Wire, answer, response
 from tests.processes import free_ports
 
 CHUNK_TOKENS = 32
@@ -334,6 +335,7 @@ async def test_a_prompt_leaves_the_one_worker_only_once_the_other_has_all_of_it(
         answers[PROGRESS] = answers[PROGRESS] | {"found_keys": 4}
         done = await ask(admin, "move", **ends)
         assert (done["status"], done["deleted_keys"]) == ("moved", 4)
+        assert (await refusal(admin, "move", source="worker-1", target="worker-1"))[0] == 400
         [deletion] = asked(coordinator, "POST", "/cache/delete")
         assert (deletion["instance_id"], deletion["tier"]) == ("worker-0", "l1")
 
@@ -367,6 +369,25 @@ async def test_a_coordinator_that_is_away_spoils_nothing_that_does_not_need_it()
         assert (status, "adapters" in message) == (501, True)
 
 
+async def nests_too_deeply(wire: Wire, _: Message) -> None:
+    wire.send(response(b'{"x":%b%b}' % (b"[" * 10_000, b"]" * 10_000)))
+
+
+@pytest.mark.parametrize("script", [answer(response(b"{}")), nests_too_deeply], ids=["empty", "nested"])
+async def test_what_is_no_coordinator_is_told_from_one(script: Any) -> None:
+    async with (
+        FakeWorker(script) as other,
+        fleet(workers=1, cache_control={"coordinator": other.url}) as gateway,
+        admin_of(gateway) as admin,
+    ):
+        problem = "is no LMCache coordinator"
+        assert problem in (await ask(admin, "lookup"))["coordinator"]["problem"]
+        assert problem in (await admin.get("/admin/cache/stats")).json()["coordinator"]["problem"]
+        assert problem in (await ask(admin, "clear", None))["workers"][0]["lmcache"]
+        assert (await ask(admin, "prefetch", worker="worker-0"))["by"] == "warm-up"
+        assert (await refusal(admin, "pin"))[0] == 502
+
+
 # The command
 
 
@@ -395,6 +416,8 @@ async def test_the_command_steers_a_running_fleet(gateway: Gateway, tmp_path: Pa
     cleared = await kvway_cache(gateway, "clear", "--all")
     assert cleared.exit_code == 0, cleared.output
     assert (await kvway_cache(gateway, "clear")).exit_code == 2
+    nothing = await kvway_cache(gateway, "clear", "--all", "--text", "")  # of a variable that is not set, perhaps
+    assert (nothing.exit_code, "forget all prompts or none" in nothing.output) == (3, True)
     assert (await kvway_cache(gateway, "prefetch", "--text", STORY, "--worker", "nobody")).exit_code == 2
     assert (await kvway_cache(gateway, "lookup", tmp_path / "nothing")).exit_code == 2
     assert (await kvway_cache(gateway, "lookup")).exit_code == 2

@@ -24,6 +24,7 @@ from gateway.config import Config, WorkerConfig
 from sim.server import Fault, SimWorker, WorkerSettings
 from tests.events_rig import free_endpoint, without_ipv6
 from tests.lmcache import peer
+from tests.prompt_rig import reference, save
 from tests.sim_clients import TINY
 from tests.valkey import Valkey, cluster_url, valkey_cluster
 
@@ -196,6 +197,28 @@ async def test_a_template_that_differs_is_told_apart_from_the_tokenizer(tmp_path
         found = problems(await findings_of(config_of(worker, models=models)))
     assert list(found) == ["template"]
     assert "models.tiny.chat_template" in found["template"].mend
+
+
+@pytest.mark.parametrize("renders", [True, False])
+async def test_a_model_without_a_template_is_compared_with_what_the_engine_would_run(
+    renders: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's ``/tokenize`` renders gpt-oss with its template, which is not how its chats are run."""
+    monkeypatch.setattr("gateway.prompt.harmony.openai_harmony", None)  # as without the extra
+    (save(reference(), tmp_path) / "config.json").write_text('{"model_type": "gpt_oss"}')
+    answers: dict[str, Any] = {
+        "GET /health": {},
+        "GET /v1/models": {"data": [{"id": "tiny"}]},
+        "POST /tokenize": {"tokens": [1, 2, 3]},
+    }
+    if renders:
+        answers["POST /v1/chat/completions/render"] = {"token_ids": [4, 5, 6]}
+    async with peer(answers) as worker:
+        config = {"workers": [{"url": worker.url, "name": "w"}], "models": {"*": {"tokenizer": str(tmp_path)}}}
+        findings = await findings_of(Config.model_validate(config), send_prompts=False)
+    found = [finding for finding in findings if finding.check == "template"]
+    assert [finding.level for finding in found] == [Level.OK if renders else Level.NOTE] * 3
+    assert all(("the engine's" if renders else "--enable-scale-out") in finding.message for finding in found)
 
 
 async def test_clocks_that_differ_are_noticed() -> None:

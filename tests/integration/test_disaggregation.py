@@ -255,6 +255,17 @@ async def test_a_kept_turn_that_is_gone_is_computed_by_the_same_worker_and_nobod
         assert computed(apart.prefills[1])
 
 
+async def test_a_worker_that_has_left_before_its_answer_ends_keeps_nothing() -> None:
+    async with fleet("nixl", disaggregation=ALWAYS | {"pull_back_s": 60}) as apart:
+        for worker in apart.rig.services.registry.workers.values():
+            worker.block_size = 16
+        asked = asyncio.ensure_future(ask(apart.rig, TEXT, max_tokens=200))
+        await eventually(lambda: bool(computed(apart.decodes[0])))
+        apart.rig.services.registry.remove("w1")
+        assert (await asked).status == 200
+        assert turns(apart.rig) == {}
+
+
 async def test_nothing_is_kept_unless_it_is_switched_on() -> None:
     async with fleet("nixl", (None, None)) as apart:
         await two_turns(apart, TEXT)

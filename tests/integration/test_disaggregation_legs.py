@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from gateway.fleet.registry import State
 from gateway.observe.record import Outcome
 from tests.pd_rig import (
     ALWAYS,
@@ -110,6 +111,20 @@ async def test_sglang_legs_meet_in_one_room_per_sequence() -> None:
         rooms = [rooms] if n == 1 else rooms
         assert len(set(rooms)) == n and all(0 <= room < 2**63 for room in rooms)
         assert asked == {"model": MODEL, **BODIES[CHAT], "n": n}
+
+
+async def test_sglangs_decode_worker_is_told_which_data_parallel_rank_prefills() -> None:
+    settings = [one | {"pd": "sglang", "data_parallel_rank": rank} for rank, one in enumerate(ROLES, start=2)]
+    async with (
+        FakeWorker(answers(response())) as prefill,
+        FakeWorker(answers(response())) as decode,
+        relay([prefill, decode], settings=settings) as rig,
+    ):
+        assert (await ask(rig, CHAT)).status == 200
+        await rig.settled()
+    [asked] = decode.requests
+    assert asked.headers["x-data-parallel-rank"] == "3"
+    assert msgspec.json.decode(asked.body)["disagg_prefill_dp_rank"] == 2
 
 
 @asynccontextmanager
@@ -272,6 +287,27 @@ async def test_what_a_prefill_worker_nests_too_deeply_to_read_hands_nothing_over
             assert handovers(rig) == counted("w0", "", "prefill_failed")
 
 
+async def test_requests_that_come_together_ask_a_prefill_worker_once_who_it_is() -> None:
+    waiting = 3
+
+    async def answers_late(wire: Wire, _: Message) -> None:
+        await eventually(lambda: rig.services.hand_overs._decisions["apart"] == waiting)
+        wire.send(response(b'{"0":{"engine_id":"prefill-engine"}}'))
+
+    async with (
+        FakeWorker(answers_late) as server,
+        FakeWorker(answers(response())) as prefill,
+        FakeWorker(answers(response())) as decode,
+    ):
+        settings = [one | {"pd": "mooncake", "bootstrap_port": server.port} for one in ROLES]
+        async with relay([prefill, decode], settings=settings, disaggregation=ALWAYS) as rig:
+            asking = [asyncio.ensure_future(ask(rig, CHAT)) for _ in range(waiting)]
+            assert {message.status for message in await asyncio.gather(*asking)} == {200}
+            await rig.settled()
+    assert len(server.requests) == 1
+    assert all(b"prefill-engine" in message.body for message in decode.requests)
+
+
 async def test_a_client_that_leaves_while_the_prefill_worker_is_asked_who_it_is() -> None:
     bootstrap = Patient()
     async with FakeWorker(bootstrap) as server, FakeWorker(Patient()) as prefill, FakeWorker(Patient()) as decode:
@@ -304,6 +340,57 @@ async def test_a_leg_that_fails_has_the_other_cancelled_within_100_ms(pd: str, d
         assert rig.blamed == [("w0" if dying == "prefill" else "w1", "reset")]
 
 
+async def test_a_leg_that_fails_is_noticed_after_an_answer_that_was_cut_before_its_client_saw_it() -> None:
+    """An answer that is not streamed is kept until it is complete, and may be lost until then."""
+    others = [Patient(), Patient()]
+
+    async def prefills(wire: Wire, message: Message) -> None:
+        if len(prefill.requests) == 1:
+            await others[0](wire, message)
+        else:
+            await others[1].asked.wait()
+            wire.reset()
+
+    async def decodes(wire: Wire, message: Message) -> None:
+        if len(decode.requests) == 1:
+            await others[0].asked.wait()
+            await wire.send_slowly(response(b'{"usage":{}}')[:-5])
+            wire.reset()
+        else:
+            await others[1](wire, message)
+
+    settings = [one | {"pd": "sglang"} for one in ROLES]
+    retries = {"max_attempts": 2, "backoff_s": 0.001}
+    async with (
+        FakeWorker(prefills) as prefill,
+        FakeWorker(decodes) as decode,
+        relay([prefill, decode], settings=settings, retries=retries) as rig,
+    ):
+        assert (await ask(rig, CHAT)).status == 502
+        await rig.settled()
+        assert rig.blamed == [("w1", "reset"), ("w0", "reset")]
+
+
+async def test_sglangs_mixed_workers_answer_what_those_of_one_role_cannot() -> None:
+    settings = [{"role": role, "pd": "sglang"} for role in ("prefill", "decode", "mixed")]
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(FakeWorker(answers(response()))) for _ in settings]
+        rig = await stack.enter_async_context(relay(workers, settings=settings))
+        for _ in range(3):
+            assert (await ask(rig, CHAT, echo=True)).status == 200
+        assert [len(worker.requests) for worker in workers] == [0, 0, 3]
+        for _ in range(3):  # nobody hands over to a mixed one
+            assert (await ask(rig, CHAT)).status == 200
+        assert len(workers[1].requests) == 3
+        await rig.settled()
+        registry = rig.services.registry
+        registry.set_state(registry.workers["w0"], State.DRAINING)
+        for _ in range(3):
+            assert (await ask(rig, CHAT)).status == 200
+        assert len(workers[2].requests) == 6
+        await rig.settled()
+
+
 async def test_the_first_token_of_a_stream_waits_for_nothing() -> None:
     more = asyncio.Event()
 
@@ -330,6 +417,22 @@ async def test_what_clients_say_of_hosts_to_connect_to_reaches_no_worker() -> No
         await ask(rig, CHAT, **SPOOFED)
         await rig.settled()
     assert msgspec.json.decode(decode.requests[0].body) == {"model": MODEL, **BODIES[CHAT]}
+
+
+@pytest.mark.parametrize("settings", [ROLES, [{"pull": {"group": "rack", "hint": "vllm-p2p"}}] * 2])
+@pytest.mark.parametrize("path", ["/invocations", "/v1/chat/completions/batch"])
+async def test_nor_does_it_where_prompts_are_not_read(path: str, settings: list[dict[str, Any]]) -> None:
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(FakeWorker(answers(response()))) for _ in settings]
+        rig = await stack.enter_async_context(relay(workers, settings=settings))
+        bodies = [body_of(CHAT, **SPOOFED), b'--x\r\nname="kv_transfer_params"\r\n\r\n{}\r\n--x--', b"[1]"]
+        async with rig.connect() as client:
+            for body in bodies:
+                client.send(request(body, path))
+                assert (await client.read_message()).status == 200
+        await rig.settled()
+    asked = {message.body for worker in workers for message in worker.requests}
+    assert asked == {body_of(CHAT), *bodies[1:]}
 
 
 async def test_prefill_and_decode_worker_are_chosen_together() -> None:

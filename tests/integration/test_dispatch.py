@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from time import monotonic
 from typing import Any
 
 import msgspec
+import pytest
 
 from gateway.admin.explain import explain
 from gateway.fleet.registry import State
 from gateway.observe.record import Outcome
-from tests.peers import STREAM_HEAD, FakeWorker, Message, Wire, chunk, event, eventually, request
+from policies.base import RoutingRequest
+from tests.peers import STREAM_HEAD, FakeWorker, Message, Wire, answer, chunk, event, eventually, request, response
 from tests.relay_rig import MODEL, Rig, relay
 
 PATH = "/v1/completions"
@@ -229,6 +232,24 @@ async def test_a_conversation_that_has_lost_its_context_waits_for_room_and_is_pa
         await eventually(lambda: crowded.came == ["runner", "new", "turn 2"])
 
 
+async def test_what_was_only_held_before_has_lost_no_context(monkeypatch) -> None:
+    monkeypatch.setattr("policies.room.BUSY", -1.0)
+    monkeypatch.setattr("policies.room.PATIENCE", 1e6)
+    async with fleet(2, capacity_tokens=500) as (rig, [failing, crowded]), AsyncExitStack() as stack:
+        clients = Clients(rig, stack)
+        await clients.ask("busy", prompt=list(range(10)))
+        await eventually(lambda: failing.came == ["busy"])
+        await clients.ask("runner", prompt=list(range(1000, 1480)))
+        await eventually(lambda: crowded.came == ["runner"])
+        crowded.prefill("runner")
+        await eventually(lambda: rig.services.registry.fleet.decode_tokens[1] == 480)
+        await clients.ask("new", prompt=list(range(2000, 2160)))
+        assert waiting(rig) == 1
+        rig.services.registry.set_state(rig.services.registry.workers["w0"], State.EJECTED)
+        await eventually(lambda: crowded.came == ["runner", "new"])
+        assert rig.services.registry.fleet.running[1] == 2  # it did not wait for the other's end
+
+
 async def test_what_is_held_is_explained_and_measured() -> None:
     async with fleet() as (rig, [worker]), AsyncExitStack() as stack:
         clients = Clients(rig, stack)
@@ -241,6 +262,37 @@ async def test_what_is_held_is_explained_and_measured() -> None:
         assert b'kvway_held_requests{worker="w0"} 2' in metrics
         assert b"kvway_held_requests_total 2" in metrics
         assert worker.came == ["a"]
+
+
+@pytest.mark.parametrize("pd", ["nixl", "sglang"])
+async def test_workers_are_not_blamed_for_the_time_that_a_prefill_is_held(pd: str) -> None:
+    header_s = 0.3
+    params = b'{"kv_transfer_params":{"do_remote_prefill":true}}'
+    settings = [{"role": role, "pd": pd} for role in ("prefill", "decode")]
+    sections = {"dispatch": {"order": "least-work", "budget_tokens": 1}, "disaggregation": {"policy": "always"}}
+
+    async def decodes(wire: Wire, _: Message) -> None:
+        await eventually(lambda: bool(prefill.requests))
+        wire.send(response())
+
+    async with (
+        FakeWorker(answer(response(params))) as prefill,
+        FakeWorker(decodes) as decode,
+        relay([prefill, decode], settings=settings, timeouts={"header_s": header_s}, **sections) as rig,
+    ):
+        services = rig.services
+        dispatcher, worker = services.dispatcher, services.registry.workers["w0"]
+        assert dispatcher is not None
+        other = services.ledger.dispatch(worker, 100, 100, 0.1, monotonic(), held=True)
+        assert await dispatcher.turn(other, RoutingRequest(MODEL, 100))
+        async with rig.connect() as client:
+            client.send(request(body("held", stream=False), path=PATH))
+            await eventually(lambda: waiting(rig) == 1)
+            await asyncio.sleep(1.5 * header_s)
+            other.end(monotonic())
+            assert (await client.read_message()).status == 200
+        assert (await rig.settled()).reason == "apart"
+        assert rig.blamed == []
 
 
 async def test_without_an_order_nothing_is_held() -> None:

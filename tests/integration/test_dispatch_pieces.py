@@ -239,6 +239,15 @@ async def test_a_worker_that_takes_no_more_requests_gives_the_prompt_back_betwee
         await rig.settled()
 
 
+async def test_an_ejected_worker_that_is_the_only_one_gets_long_prompts_whole() -> None:
+    async with fleet() as (rig, [worker]):
+        rig.services.registry.set_state(rig.services.registry.workers["w0"], State.EJECTED)
+        async with asking(rig, "long", LONG) as long:
+            await worker.all_of(("long", 300))  # after a piece it would be given back, and sent there again
+            assert event("long") in (await long.read_message()).body
+        await rig.settled()
+
+
 async def test_when_the_only_worker_is_removed_under_a_piece_the_client_hears_of_it() -> None:
     async with fleet() as (rig, [worker]), asking(rig, "long", LONG) as long:
         await eventually(lambda: len(worker.came) == 1)

@@ -465,6 +465,19 @@ async def test_an_lmcache_server_has_a_chunk_or_not_however_often_it_says_so(fle
     assert await fleet.held(worker) == 0
 
 
+async def test_what_one_of_its_backends_drops_another_of_the_same_tier_still_has(fleet):
+    publisher = fleet.publisher()
+    worker = fleet.join(publisher)
+    await publisher.subscribed.wait()
+    await until(lambda: worker.slot != NO_SLOT)
+    await directory(fleet, 1, "store", PROMPT, tier="l2", backend="valkey")
+    await directory(fleet, 2, "store", PROMPT[:4], tier="l2", backend="s3")
+    await directory(fleet, 3, "delete", PROMPT, tier="l2", backend="valkey")
+    assert await fleet.held(worker) == 4
+    await directory(fleet, 4, "delete", PROMPT[:4], tier="l2", backend="s3")
+    assert await fleet.held(worker) == 0
+
+
 async def test_what_an_lmcache_server_said_in_an_earlier_life_comes_too_late(fleet):
     publisher = fleet.publisher()
     worker = fleet.join(publisher)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+
 import pytest
 import redis
 
 from gateway.config import IndexConfig
 from gateway.index.publisher import FIRST_PRIVATE_SLOT
 from gateway.index.redis_client import UNREACHABLE, RedisClient
+from gateway.tasks import spawn, stop
 from policies.base import Tier
-from tests.index_rig import Replica, began, is_down, says, until
+from tests.index_rig import Replica, began, is_down, is_up, says, until
 from tests.residency import hits, prompt
 from tests.valkey import Valkey
 
@@ -34,6 +38,24 @@ async def test_a_decision_waits_for_a_frozen_server_once_and_no_longer(replica: 
     assert (other.counters.timeouts, other.counters.skipped) == (timeouts + 1, skipped + 10)
     valkey.thaw()
     await until(lambda: says(other, chunks, slot, 5))
+
+
+async def test_of_a_server_that_is_too_slow_for_decisions_the_log_says_so_once(
+    replica: Replica, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.index.publisher._RENEW_S", 60)  # only after a failure, or when told
+    caplog.set_level("INFO", "kvway.index")
+    one, other = replica(), replica(timeout_s=0)
+    slot = await one.acquire_slot("a")
+    await other.acquire_slot("b")
+    for number in range(1, 6):
+        await until(lambda: is_up(other))
+        assert await hits(other, prompt(1), [slot]) == [0]
+        assert other.counters.timeouts == number
+    assert caplog.messages == ["the shared index is out of reach: no answer within index.timeout_s, 0 s"]
+    await until(lambda: is_up(other))
+    other.learn_owners()
+    await until(lambda: has_said(caplog, "the shared index answers again"))
 
 
 async def test_a_server_that_pauses_is_asked_again_and_nothing_is_written_anew(
@@ -117,6 +139,54 @@ async def test_a_flushed_server_is_refilled(replica: Replica, admin: redis.Redis
     await until(lambda: says(other, chunks, slot, 100))
     assert one.counters.generations == 1
     assert await other.acquire_slot("c") not in (slot, taken)
+
+
+async def test_a_flushed_server_is_refilled_while_events_never_pause(replica: Replica, admin: redis.Redis) -> None:
+    one, other = replica(), replica()
+    slot = await one.acquire_slot("a")
+    held, passing = prompt(100), prompt(1, seed=1)
+    await one.store(slot, held, Tier.HBM)
+    await one.flush()
+
+    async def keep_changing() -> None:
+        while True:
+            await one.store(slot, passing, Tier.HBM)
+            await asyncio.sleep(0)
+            await one.remove(slot, passing, Tier.HBM)
+            await asyncio.sleep(0)
+
+    changing = spawn(keep_changing(), "events")
+    for _ in range(2):
+        admin.flushall()
+        assert await hits(other, held, [slot]) == [0]
+        await until(lambda: says(other, held, slot, 100))
+    await stop(changing)
+
+
+async def test_what_changes_while_everything_is_written_anew_does_not_wait_for_it(
+    replica: Replica, admin: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.index.publisher._BATCH_CHUNKS", 16)
+    monkeypatch.setattr("gateway.index.table._STEP_CHUNKS", 16)
+    one = replica()
+    large, small = await one.acquire_slot("a"), await one.acquire_slot("b")
+    await one.store(large, prompt(2000), Tier.HBM)
+    await one.flush()
+    batches: list[set[int]] = []
+    write = one._store.write
+
+    async def watched(keys_by_nibble: Mapping[tuple[int, int], Sequence[bytes]]) -> None:
+        batches.append({slot for slot, _ in keys_by_nibble})
+        await write(keys_by_nibble)
+
+    monkeypatch.setattr(one._store, "write", watched)
+    admin.flushall()
+    await until(lambda: began(one, 1))
+    before = len(batches)
+    await one.store(small, prompt(3, seed=1), Tier.HBM)
+    await one.flush()
+    assert len(batches) > before + 50
+    assert any(small in batch for batch in batches[before : before + 3])
 
 
 async def test_a_full_server_means_fail_open_until_there_is_room(replica: Replica, admin: redis.Redis) -> None:
@@ -208,3 +278,7 @@ async def test_a_connection_that_is_reset_just_before_a_command_is_a_server_out_
     with pytest.raises(UNREACHABLE):
         await connection.send_command("PING")
     await client.close()
+
+
+async def has_said(caplog: pytest.LogCaptureFixture, message: str) -> bool:
+    return message in caplog.messages

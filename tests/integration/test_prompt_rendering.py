@@ -93,7 +93,14 @@ async def test_an_engine_with_a_tokenizer_of_its_own_tokenizes_completions_too(t
 
 @pytest.mark.parametrize("source", [{"source": "engine"}, {"tokenizer": str(TINY)}])
 @pytest.mark.parametrize(
-    "places", [[("aa", 10, 20)], [("aa", 250, 10), ("bb", 300, 200)], [("aa", 0, 600)], [("aa", 3, 4), ("aa", 9, 4)]]
+    "places",
+    [
+        [("aa", 10, 20)],
+        [("aa", 250, 10), ("bb", 300, 200)],
+        [("aa", 0, 600)],
+        [("aa", 3, 4), ("aa", 9, 4)],
+        [("aa", 0, 40), ("aa", 40, 40), ("bb", 80, 300), ("aa", 380, 3)],
+    ],
 )
 async def test_media_are_in_the_chunks_as_they_are_in_those_of_the_engines_events(places, source):
     pipeline = pipeline_with(media="engine", **source)
@@ -120,11 +127,13 @@ def chunks_in_events(places, block=16):
     return run.chunks
 
 
-async def test_other_media_are_other_chunks():
+@pytest.mark.parametrize("names", [("aa", "bb"), ("aab", "abb"), ("aba", "aab")])
+async def test_other_media_or_the_same_in_another_order_are_other_chunks(names):
     pipeline = pipeline_with(source="engine", media="engine")
     chunks = set()
-    for name in ("aa", "bb"):
-        async with Engine({f"{CHAT}/render": with_pictures((name, 300, 10))}) as engine:
+    for name in names:
+        pictures = with_pictures(*((one, 300 + 10 * number, 10) for number, one in enumerate(name)))
+        async with Engine({f"{CHAT}/render": pictures}) as engine:
             prompt = await prompt_of(pipeline, CHAT, {"messages": [PICTURE]}, url=engine.url)
             chunks.add(tuple(prompt.chunks))
     (one, other) = chunks

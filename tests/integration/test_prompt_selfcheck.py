@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from datetime import datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,13 +17,13 @@ import pytest
 from gateway.config import Config, SelfCheckConfig
 from gateway.prompt import engine as engine_module
 from gateway.prompt.pipeline import PromptPipeline
-from gateway.prompt.selfcheck import DIFFERENT, SAME, UNANSWERED, SelfCheck, first_difference
+from gateway.prompt.selfcheck import DIFFERENT, SAME, UNANSWERED, SelfCheck, date_turns, first_difference
 from gateway.prompt.tokenizer import pack
 from sim.server import SimWorker
 from sim.settings import WorkerSettings
 from tests.gateway_rig import fleet
 from tests.integration.engine import HANG, Engine, until
-from tests.prompt_rig import CHAT, COMPLETIONS, TINY, candidates, ids_of, prompt_of
+from tests.prompt_rig import CHAT, COMPLETIONS, RESPONSES, TINY, candidates, ids_of, prompt_of
 
 WRONG = "{% for message in messages %}<|im_start|>{{ message.role }}:{{ message.content }}<|im_end|>{% endfor %}"
 SECRET = "the launch code is heliotrope"
@@ -33,6 +34,11 @@ BODY = {"model": "tiny", "messages": [{"role": "user", "content": SECRET}]}
 async def worker():
     async with SimWorker(WorkerSettings(model="tiny", tokenizer=TINY)) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def daytime(monkeypatch):
+    monkeypatch.setattr("gateway.prompt.selfcheck.date_turns", lambda now: False)
 
 
 def pipeline_of(template: Path | None = None, **self_check: Any) -> PromptPipeline:
@@ -93,6 +99,31 @@ async def test_a_model_that_differs_is_left_to_its_engine(worker, tmp_path, capl
     assert "heliotrope" not in caplog.text
     for pipeline in (wrong, right):
         await pipeline.close()
+
+
+async def test_nothing_is_held_against_a_model_while_the_date_turns(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.prompt.selfcheck.date_turns", lambda now: True)
+    pipeline = pipeline_of(wrong_template(tmp_path))
+    await serve(pipeline, worker.url, CHAT, BODY)
+    assert pipeline.checks.results == {("tiny", UNANSWERED): 1}
+    assert (await prompt_of(pipeline, CHAT, BODY)).tokenized
+    await pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("time", "turns"), [("23:58:59", False), ("23:59:01", True), ("00:00:59", True), ("00:01:01", False)]
+)
+def test_the_date_turns_at_midnight(time, turns):
+    assert date_turns(datetime.fromisoformat(f"2026-03-01T{time}")) is turns
+
+
+async def test_tool_calls_of_responses_are_not_held_against_tokenize(worker):
+    """It would write a called function's arguments before its name, which the engine does not when it runs them."""
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    pipeline = pipeline_of()
+    await serve(pipeline, worker.url, RESPONSES, {"model": "tiny", "input": [{"role": "user", "content": "x"}, call]})
+    assert pipeline.checks.results == {("tiny", UNANSWERED): 1}
+    await pipeline.close()
 
 
 async def test_vllms_own_rendering_is_preferred_and_gets_the_body_as_it_came(caplog):

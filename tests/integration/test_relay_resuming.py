@@ -313,6 +313,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"max_tokens": None}, "no_max_tokens"),
     (CHAT, {"max_tokens": "12"}, "unreadable"),
     (CHAT, {"include_reasoning": False}, "reasoning"),
+    (CHAT, {"stop": "net"}, "stop_string"),
+    (CHAT, {"stop": ["x", "ever\nmore", "e\n"]}, "stop_string"),
+    (CHAT, {"stop": "one"}, "stop_string"),
+    (CHAT, {"stop": "x" * 257}, "stop_string"),
+    (TEXT, {"stop_regex": "e+"}, "stop_string"),
     (CHAT, {"return_token_ids": True}, "engine_field"),
     (CHAT, {"messages": [], "continue_final_message": True}, "prompt"),
 ]
@@ -331,7 +336,16 @@ async def test_what_text_alone_cannot_continue_ends_as_without_resumption(
     assert resumptions(rig) == {f'{{outcome="refused",reason="{reason}"}}': 1}
 
 
-@pytest.mark.parametrize("fields", [{"n": 1}, {"tools": []}, {"tool_choice": "none"}, {"logprobs": False}])
+UNIMPORTANT: list[dict[str, Any]] = [
+    {"n": 1},
+    {"tools": []},
+    {"tool_choice": "none"},
+    {"logprobs": False},
+    {"stop": ["\n\n", "on", "x"]},
+]
+
+
+@pytest.mark.parametrize("fields", UNIMPORTANT)
 async def test_fields_that_ask_for_nothing_do_not_matter(fields: dict[str, Any]) -> None:
     async with pair(dies_after(chunk(event("one")))) as (rig, _):
         assert (await ask(rig, CHAT, **fields)).endswith(event(" two") + DONE)
@@ -345,6 +359,7 @@ SEEN: dict[str, tuple[bytes, str]] = {
     "reasoning": (choice('{"index":0,"delta":{"reasoning":"hm"}}'), "reasoning"),
     "reasoning_content": (choice('{"index":0,"delta":{"reasoning_content":"hm"}}'), "reasoning"),
     "think": (event("<think>hm"), "reasoning"),
+    "thought": (event("<thi") + event("nk>hm"), "reasoning"),
     "tool_calls": (choice('{"index":0,"delta":{"tool_calls":[{"index":0}]}}'), "tools"),
     "choices": (choice('{"index":1,"delta":{"content":"b"}}'), "several_choices"),
     "finished": (choice('{"index":0,"delta":{},"finish_reason":"stop"}'), "finished"),

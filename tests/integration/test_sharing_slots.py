@@ -63,6 +63,11 @@ class Reader:
         """Hear which slots the workers have, be it true or not."""
         await self.ownership.take({name: Record("follower", number, 1.0) for name, number in numbers.items()})
 
+    async def own(self, worker: str) -> None:
+        """Follow a worker, and wait for its slot."""
+        await self.ownership.take({worker: Record("reader", -1, 1.0)})
+        await until(lambda: self.registry.workers[worker].slot != NO_SLOT)
+
     async def takes_for(self, worker: str) -> set[str]:
         """Return whose chains ``worker`` is believed to hold."""
         shown = self.registry.workers[worker]  # its slot may become another one at every await
@@ -152,8 +157,8 @@ async def test_who_has_not_heard_of_owners_for_long_reads_nothing(
 async def test_an_answer_that_may_be_of_the_slots_next_owner_is_not_believed(
     follower: Follower, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.index.redis_store.FREED_S", 0.1)
-    monkeypatch.setattr("gateway.index.redis.TRUST_S", 0.05)
+    monkeypatch.setattr("gateway.index.redis_store.FREED_S", 0.6)
+    monkeypatch.setattr("gateway.index.redis.TRUST_S", 0.3)
     monkeypatch.setattr("gateway.index.publisher._RENEW_S", 0.02)
     number = await follower.follow("worker-0")
     await reader.told({"worker-0": number})
@@ -163,7 +168,7 @@ async def test_an_answer_that_may_be_of_the_slots_next_owner_is_not_believed(
     async def read_late(chunks: Sequence[bytes], root: bytes) -> Iterator[tuple[int, int]]:
         await follower.index.release_slot(follower.slots["worker-0"])
         await follower.index.flush()
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.7)
         assert await follower.follow("worker-1") == number
         return await read(chunks, root)
 
@@ -185,6 +190,19 @@ async def test_our_own_slots_are_not_taken_for_others_that_redis_calls_the_same(
     await reader.told({"worker-0": number, "worker-1": own})
     await until(lambda: reader.knows("worker-0"))
     assert await reader.takes_for("worker-1") == set()
+
+
+async def test_no_slot_stays_behind_however_often_a_worker_goes_and_comes_back(reader: Reader) -> None:
+    worker = reader.registry.workers["worker-0"]
+    await reader.own("worker-0")
+    retained = worker.slot
+    await reader.told({"worker-0": -1})
+    assert worker.slot == retained  # the next owner has none yet
+    reader.ownership.follow_all()  # Redis is away, and says so to nobody
+    await until(lambda: worker.slot not in (retained, NO_SLOT))
+    last = worker.slot
+    await reader.told({"worker-0": -1})
+    assert [reader.index.owns(slot) for slot in (retained, last)] == [False, True]
 
 
 @pytest.mark.parametrize("seed", range(2))

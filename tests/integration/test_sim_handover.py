@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 
 from sim.server import Fault, SimWorker
 from tests.golden import DATA
@@ -69,6 +70,44 @@ async def test_kv_is_handed_over_once():
         assert (await decoded(decode, params)).status_code == 200
         again = await decoded(decode, params)
         assert (again.status_code, "could not be loaded" in again.text) == (500, True)
+
+
+@pytest.mark.parametrize(
+    ("pd", "fields", "status"),
+    [
+        ("nixl", {"kv_transfer_params": {"do_remote_prefill": True}}, 200),
+        ("nixl", {"kv_transfer_params": {"remote_block_ids": [[1]], "remote_host": "x", "remote_port": "y"}}, 200),
+        ("mooncake", {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": "1"}}, 200),
+        ("sglang", {"bootstrap_room": 3}, 200),
+        ("sglang", {"bootstrap_room": 3, "bootstrap_host": "127.0.0.1", "bootstrap_port": 99999}, 500),
+        (
+            "mooncake",
+            {
+                "kv_transfer_params": {
+                    "do_remote_prefill": True,
+                    "transfer_id": "1",
+                    "remote_bootstrap_addr": "http://x:y",
+                }
+            },
+            500,
+        ),
+    ],
+)
+async def test_kv_that_is_not_named_in_full_is_computed_and_what_is_nowhere_is_an_error(pd, fields, status):
+    async with worker_and_client(pd=pd) as (_, client):
+        answer = await client.post(TEXT, json={"prompt": IDS, "max_tokens": 2} | fields)
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.json()["usage"]["completion_tokens"] == 2
+    else:
+        assert "could not be loaded" in answer.json()["error"]["message"]
+
+
+async def test_what_is_kept_for_the_next_turn_is_not_kept_for_ever():
+    async with pair("nixl") as ((_, prefill), _), worker_and_client(pd="nixl", pull_back_s=1e-9) as (worker, decode):
+        for _ in range(3):
+            assert (await decoded(decode, await prefilled(prefill))).json()["kv_transfer_params"]["do_remote_decode"]
+        assert len(worker._hand_overs._offers) == 1
 
 
 async def test_a_lease_ends():

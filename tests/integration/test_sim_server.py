@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import socket
 import struct
 import time
@@ -14,6 +15,7 @@ import openai
 import pytest
 
 from sim.server import SimWorker, WorkerSettings
+from sim.tokens import ByteTokenizer
 from tests import golden
 from tests.sim_clients import DONE, TINY, scrape, stream, until, worker_and_client
 
@@ -122,6 +124,52 @@ async def test_an_answer_is_as_long_as_asked_and_as_fits(asked, got):
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(("included", "after"), [(False, ""), (True, "p f")])
+async def test_an_answer_ends_at_the_first_stop_string(included, after):
+    answer = ByteTokenizer().encode_text("stop the ship for now").tolist()
+    async with worker_and_client(script=lambda _: answer) as (_, client):
+        body = {"prompt": "go", "max_tokens": 50, "stop": ["never", "p f"], "include_stop_str_in_output": included}
+        whole = (await client.post(TEXT, json=body)).json()
+        *chunks, _ = await stream(client, TEXT, body)
+    choice, last = whole["choices"][0], chunks[-1]["choices"][0]
+    assert choice["text"] == "stop the shi" + after
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (last["finish_reason"], last["stop_reason"])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "p f")
+    assert len(chunks) == whole["usage"]["completion_tokens"] == 4
+
+
+async def test_no_stop_string_ends_an_answer_before_its_least_length():
+    answer = ByteTokenizer().encode_text("a b c a b c a b c ").tolist()
+    async with worker_and_client(script=lambda _: answer) as (_, client):
+        body = {"messages": [USER], "stop": "b", "min_tokens": 2}
+        choice = (await client.post(CHAT, json=body)).json()["choices"][0]
+    assert choice["message"]["content"] == "a b c a "  # of three tokens; the first has a b, too
+
+
+@pytest.mark.parametrize("folder", [None, TINY], ids=["bytes", "files"])
+async def test_log_probabilities_come_with_every_token(folder):
+    async with worker_and_client(tokenizer=folder, stream_interval=3) as (_, client):
+        chat = {"messages": [USER], "max_tokens": 8, "logprobs": True, "top_logprobs": 3}
+        choice = (await client.post(CHAT, json=chat)).json()["choices"][0]
+        streamed = [chunk["choices"][0] for chunk in (await stream(client, CHAT, chat))[1:-1]]
+        text = {"prompt": "go", "max_tokens": 8, "logprobs": 2}
+        plain = (await client.post(TEXT, json=text)).json()["choices"][0]
+        parts = [chunk["choices"][0] for chunk in (await stream(client, TEXT, text))[:-1]]
+    entries = choice["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == choice["message"]["content"]
+    assert [entry for chunk in streamed for entry in chunk["logprobs"]["content"]] == entries
+    for entry in entries:
+        assert bytes(entry["bytes"]).decode() == entry["token"] == entry["top_logprobs"][0]["token"]
+        assert len({top["token"] for top in entry["top_logprobs"]}) == 3
+        assert sum(math.exp(top["logprob"]) for top in entry["top_logprobs"]) < 1
+    logprobs = plain["logprobs"]
+    for name, of_all in logprobs.items():
+        assert [one for part in parts for one in part["logprobs"][name]] == of_all
+    places = zip(logprobs["text_offset"], logprobs["tokens"], logprobs["top_logprobs"], strict=True)
+    assert all(plain["text"].startswith(token, at) and token in tops and len(tops) == 2 for at, token, tops in places)
+
+
 async def test_a_chat_without_limit_stops_by_itself():
     async with worker_and_client(output_tokens=7) as (_, client):
         answer = (await client.post(CHAT, json={"messages": [USER]})).json()
@@ -173,7 +221,22 @@ async def test_a_salt_and_an_adapter_have_caches_of_their_own():
         (TEXT, {"prompt": [1, "x"]}, 400, "prompt", "must be a text"),
         (TEXT, {"prompt": [1, -1]}, 400, "prompt", "Token id -1 is out of vocabulary"),
         (TEXT, {"prompt": [True]}, 400, None, "got `bool`"),
-        (TEXT, {"prompt": "x", "max_tokens": 0}, 400, None, "max_tokens"),
+        (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "max_tokens must be at least 1, got 0"),
+        (CHAT, {"messages": [USER], "max_completion_tokens": 0}, 400, "max_tokens", "must be at least 1, got 0"),
+        (TEXT, {"prompt": "x", "stop": ["y", ""]}, 400, None, "stop cannot contain an empty string."),
+        (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, 400, "stream_options", "when `stream=True`"),
+        (TEXT, {"prompt": "x", "min_tokens": 17}, 400, "min_tokens", "less than or equal to max_tokens=16, got 17"),
+        (CHAT, {"messages": [USER], "min_tokens": -1}, 400, "min_tokens", "greater than or equal to 0, got -1"),
+        (TEXT, {"prompt": "x", "logprobs": -2}, 400, "logprobs", "must be a positive value"),
+        (
+            TEXT,
+            {"prompt": "x", "logprobs": 21},
+            400,
+            "logprobs",
+            "logprobs of 21, which is greater than max allowed: 20",
+        ),
+        (CHAT, {"messages": [USER], "top_logprobs": 1}, 400, "top_logprobs", "`logprobs` must be set to true"),
+        (CHAT, {"messages": [USER], "logprobs": True, "top_logprobs": -1}, 400, "logprobs", "greater than max allowed"),
         (TEXT, {"prompt": "x", "cache_salt": "a/b"}, 400, "cache_salt", "1 to 128 characters"),
         (TEXT, {"messages": []}, 400, None, "prompt"),
         (TEXT, [], 400, None, "Expected `object`"),
@@ -429,7 +492,7 @@ async def test_a_script_decides_the_output():
 async def test_a_taken_port_is_an_error_and_leaves_nothing_behind(served):
     worker, _ = served
     port = int(worker.url.rpartition(":")[2])
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(OSError, match=f"port {port}: .*in use"):
         async with SimWorker(WorkerSettings(port=port)):
             pass
 

@@ -47,7 +47,9 @@ fleets = st.builds(
     tiers=st.sampled_from([(), TIERS[:1], TIERS]),
     offload=st.sampled_from(["store", "evict"]),
     eviction=st.builds(EvictionSettings, rule=st.sampled_from(EVICTIONS), tool_ttl_s=st.sampled_from([0.0, 2.0])),
-    disaggregation=st.sampled_from([None, DisaggregationSettings(prefill_workers=1, least_tokens=200)]),
+    disaggregation=st.sampled_from(
+        [None, DisaggregationSettings(prefill_workers=1, least_tokens=200, pull_back_s=5.0)]
+    ),
     failures=st.lists(
         st.builds(
             Failure,

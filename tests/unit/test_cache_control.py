@@ -26,14 +26,14 @@ CHUNKS = [bytes([0] * 15 + [last]) for last in range(256)]
 def test_a_prompt_is_a_request_or_its_messages_or_plain_text(tmp_path: Path, content: str, body: object) -> None:
     file = tmp_path / "prompt"
     file.write_text(content)
-    assert json.loads(read_prompt(file, "", "")) == body
+    assert json.loads(read_prompt(file, None, "")) == body
 
 
 def test_a_model_is_named_only_where_the_request_names_none(tmp_path: Path) -> None:
     assert json.loads(read_prompt(None, "[1, 2]", "m")) == {"prompt": "[1, 2]", "model": "m"}
     file = tmp_path / "prompt"
     file.write_text('{"prompt": "x", "model": "its own"}')
-    assert json.loads(read_prompt(file, "", "m"))["model"] == "its own"
+    assert json.loads(read_prompt(file, None, "m"))["model"] == "its own"
 
 
 def test_a_prefetch_is_done_only_when_all_has_come() -> None:
@@ -57,7 +57,7 @@ def test_a_file_that_cannot_be_read_is_wrong_usage(tmp_path: Path, content: byte
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(typer.Exit) as ended:
-        read_prompt(file, "", "")
+        read_prompt(file, None, "")
     assert ended.value.exit_code == 2
 
 

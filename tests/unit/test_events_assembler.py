@@ -258,7 +258,7 @@ def test_after_a_loss_a_copy_after_a_known_block_may_lack_an_image(worker):
     assert worker.run(PROMPT) == 1
     worker.see(stored([3, 4], PROMPT[4:], parent=2, medium="CPU", extra_keys=[[["image", 0]], None]))
     first, _ = chunks_of(worker.hasher, PROMPT)
-    assert worker.index.tiers(worker.hasher.next(first, packed(PROMPT[4:]), b"image")) == {Tier.HOST}
+    assert worker.index.tiers(worker.hasher.next(first, packed(PROMPT[4:]), b"image@0")) == {Tier.HOST}
 
 
 def test_after_a_loss_copies_of_what_is_known_and_copies_with_their_salt_count(worker):
@@ -288,7 +288,7 @@ def test_multimodal_items_separate_chunks_from_the_first_they_reach_into(worker)
     worker.see(stored([1, 2, 3, 4], PROMPT, extra_keys=[None, None, [["image", 1]], [["image", -1]]]))
     assert worker.run(PROMPT) == 1
     first, second = chunks_of(worker.hasher, PROMPT)
-    with_image = worker.hasher.next(first, packed(PROMPT[4:]), b"image")
+    with_image = worker.hasher.next(first, packed(PROMPT[4:]), b"image@1")
     assert worker.index.tiers(with_image) == {Tier.HBM}
     assert worker.index.tiers(second) == set()
 
@@ -362,6 +362,18 @@ def test_blocks_are_bounded_and_what_is_given_up_is_removed():
     assert worker.run(tokens(6, start=399)) == 1
     assert worker.run(tokens(6, start=0)) == 0
     assert sum(map(len, worker.index.held.values())) <= 100
+
+
+def test_of_a_tier_that_never_removes_no_more_is_remembered_than_is_known():
+    worker = Worker(max_blocks=100)
+    for number in range(400):
+        worker.see(stored([2 * number, 2 * number + 1], tokens(4, start=number), medium="CPU"))
+        worker.see({"type": "BlockStored", "block_hashes": [-number - 1], "medium": "CPU"})  # of nobody knows what
+    assert 0 < len(worker.assembler._young[Tier.HOST]) <= len(worker.assembler)
+    worker.see(CLEARED)
+    assert not worker.assembler._young[Tier.HOST]
+    age(worker, times=2)
+    assert worker.run(tokens(4, start=399)) == 0
 
 
 def test_one_branch_that_is_longer_than_the_bound_is_cut_back_from_its_end():

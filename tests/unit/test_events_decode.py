@@ -181,7 +181,7 @@ def test_multimodal_items_and_embeddings_are_kept_per_block():
         stored([1, 2, 3], [0] * 6, extra_keys=[[["image", 1], "salt"], [["image", -1], ["two", 0]], [b"digest"]])
     )
     assert event.salt == "salt"
-    assert event.extras == [(b"image",), (b"image", b"two"), (b"digest",)]
+    assert event.extras == [((b"image", 1),), ((b"image", -1), (b"two", 0)), ((b"digest", 0),)]
 
 
 @pytest.mark.parametrize("kind", ["sliding_window", "mamba", "chunked_local_attention", "cross_attention", "of 2030"])

@@ -50,9 +50,9 @@ def test_chunks_of_a_prompt_follow_on_each_other() -> None:
     batch = only(body(entry("3c", PROMPT[:4]), entry("9f", PROMPT[4:], 4), entry("aa", PROMPT[:4])))
     assert batch.events() == (
         [
-            Stored(["lmcache::3c"], None, packed(PROMPT[:4]), 4, Tier.HOST),
-            Stored(["lmcache::9f"], "lmcache::3c", packed(PROMPT[4:]), 4, Tier.HOST),
-            Stored(["lmcache::aa"], None, packed(PROMPT[:4]), 4, Tier.HOST),
+            Stored(["lmcache:dram::3c"], None, packed(PROMPT[:4]), 4, Tier.HOST),
+            Stored(["lmcache:dram::9f"], "lmcache:dram::3c", packed(PROMPT[4:]), 4, Tier.HOST),
+            Stored(["lmcache:dram::aa"], None, packed(PROMPT[:4]), 4, Tier.HOST),
         ],
         0,
     )
@@ -61,8 +61,8 @@ def test_chunks_of_a_prompt_follow_on_each_other() -> None:
 def test_the_salt_is_in_the_name_and_in_the_first_chunk() -> None:
     batch = only(body(entry("3c", PROMPT[:4], cache_salt="t"), entry("9f", PROMPT[4:], 4, cache_salt="t")))
     first, second = batch.events()[0]
-    assert first == Stored(["lmcache:t:3c"], None, packed(PROMPT[:4]), 4, Tier.HOST, salt="t")
-    assert second == Stored(["lmcache:t:9f"], "lmcache:t:3c", packed(PROMPT[4:]), 4, Tier.HOST)
+    assert first == Stored(["lmcache:dram:t:3c"], None, packed(PROMPT[:4]), 4, Tier.HOST, salt="t")
+    assert second == Stored(["lmcache:dram:t:9f"], "lmcache:dram:t:3c", packed(PROMPT[4:]), 4, Tier.HOST)
 
 
 def test_other_ranks_and_groups_say_the_same_again() -> None:
@@ -78,7 +78,7 @@ def test_other_ranks_and_groups_say_the_same_again() -> None:
 def test_what_cannot_be_placed_is_skipped_with_all_that_follows_on_it(second: dict[str, Any]) -> None:
     batch = only(body(entry("3c", PROMPT[:4]), second, entry("dd", PROMPT[4:], 4)))
     events, skipped = batch.events()
-    assert ([event.hashes for event in events], skipped) == ([["lmcache::3c"]], 2)
+    assert ([event.hashes for event in events], skipped) == ([["lmcache:dram::3c"]], 2)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_cannot_be_placed_is_skipped_with_all_that_follows_on_it(second: di
 )
 def test_tiers_are_a_routers(tier: str, backend: str, shared: bool, where: Tier) -> None:
     batch = only(body(entry("3c"), event_type="delete", tier=tier, backend=backend, shared=shared))
-    assert batch.events() == ([Removed(["lmcache::3c"], where)], 0)
+    assert batch.events() == ([Removed([f"lmcache:{backend}::3c"], where)], 0)
 
 
 @pytest.mark.parametrize("kind", ["access", "config", "something new"])

@@ -125,3 +125,13 @@ async def test_nothing_is_modelled_without_a_slot_or_without_chunks(
     await cache.sent(-1, prompt(3), CHUNK)
     await cache.sent(0, [], CHUNK)
     assert len(index) == 0
+
+
+async def test_models_of_slots_that_are_no_longer_ours_are_forgotten(index: MemoryIndex) -> None:
+    ours = {0, await index.acquire_slot("another")}
+    cache = ApproximateCache(index, ours.__contains__)
+    await cache.sent(0, prompt(5), CHUNK)
+    cache.answered(0)
+    ours.discard(0)
+    await cache.sent(1, prompt(5), CHUNK)
+    assert (cache.tokens(0), cache.tokens(1), cache.is_crowded) == (None, 5 * CHUNK, False)

@@ -101,6 +101,18 @@ def test_what_a_tenant_did_while_nobody_else_was_there_is_not_held_against_it_fo
     assert early in first + second
 
 
+def test_what_a_tenant_gave_up_is_held_neither_against_it_nor_against_those_that_come_later():
+    stile = turnstile("fair", budget=1)
+    enter(stile, Held(1.0, 9, 0.0))
+    many = [Held(1.0, 9, 0.0, tenant="many") for _ in range(200)]
+    enter(stile, *many)
+    for unwanted in many[2:]:
+        stile.leave(unwanted)
+    enter(stile, third := Held(1.0, 9, 0.0, tenant="many"), *(Held(1.0, 9, 0.0, tenant="few") for _ in range(4)))
+    assert [held.tenant for held in stile.queue()] == ["many", "few", "many", "few", "many", "few", "few"]
+    assert stile.queue()[4] is third
+
+
 def test_a_held_request_that_is_not_wanted_any_more_is_gone_at_once():
     stile = turnstile(budget=1)
     enter(stile, running := Held(1.0, 9, 0.0), unwanted := Held(0.1, 9, 0.0), other := Held(1.0, 9, 0.0))

@@ -26,8 +26,8 @@ def stile(room):
     return Turnstile(create_order("least-work"), 1000, room)
 
 
-def request(work_s=1.0, lost_tokens=0, held_at=LATER, tokens=10):
-    held = Held(work_s, tokens, held_at)
+def request(work_s=1.0, lost_tokens=0, held_at=LATER, tokens=10, priority=0):
+    held = Held(work_s, tokens, held_at, priority)
     held.lost_tokens = lost_tokens
     return held
 
@@ -99,6 +99,22 @@ def test_where_prefill_has_time_to_spare_they_go_on_as_they_came(room, stile):
     stile.look(CAPACITY, LATER + AVERAGED_S)
     assert not room.crowded
     assert list(iter(stile.release, None)) == [large, small]
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+def test_the_more_urgent_goes_first_of_those_that_wait_for_room_too(room, stile, crowded):
+    stile.enter(running := request(tokens=1000))
+    room.begin(running, chunks_of("other", 600))
+    waiting = [request(lost_tokens=200, priority=priority) for priority in (-1, 0, 5, 0)]
+    for held in waiting:
+        stile.enter(held)
+    low, first, urgent, second = waiting
+    assert stile.queue() == [urgent, first, second, low]
+    stile.enter(other := request(work_s=0.1))
+    room.look(CAPACITY, crowded, 2 * LATER)
+    assert room.crowded == crowded
+    stile.leave(running)
+    assert [stile.release() for _ in range(6)] == [urgent, other, first, second, low, None]
 
 
 def test_a_worker_that_does_nothing_takes_a_context_of_any_size(stile):

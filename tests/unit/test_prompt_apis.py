@@ -137,6 +137,16 @@ async def test_a_picture_in_a_tool_result_is_a_message_of_the_user(pipeline):
     assert not (await pipeline.prompt(request, candidates())).exact
 
 
+async def test_what_the_engine_may_cut_to_fit_is_not_certain(pipeline):
+    whole, *cut = [
+        await prompt_of(pipeline, RESPONSES, {"input": "x " * 1000} | more)
+        for more in ({"truncation": "disabled"}, {"truncation": "auto"}, {"truncation": None})
+    ]
+    assert (whole.exact, whole.tokenized) == (True, True)
+    for prompt in cut:
+        assert (prompt.chunks, prompt.exact, prompt.tokenized) == (whole.chunks, False, False)
+
+
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 @pytest.mark.parametrize(
     "body",
@@ -149,8 +159,14 @@ async def test_a_picture_in_a_tool_result_is_a_message_of_the_user(pipeline):
         {"messages": HELLO, "input": HELLO, "tools": [5]},
         {"messages": HELLO, "input": HELLO, "tools": [{"type": "function", "name": 5}]},
         {"messages": HELLO, "input": HELLO, "tools": [{"type": "namespace", "tools": 5}]},
+        {
+            "messages": HELLO,
+            "input": HELLO,
+            "tools": [{"type": "function", "name": "f", "input_schema": {}, "strict": "true"}],
+        },
         {"messages": HELLO, "input": HELLO, "chat_template_kwargs": [1]},
         {"messages": HELLO, "input": HELLO, "stream": 1},
+        {"messages": HELLO, "input": HELLO, "kv_transfer_params": {"prompt_token_ids": [1]}},
         {},
     ],
 )

@@ -196,6 +196,8 @@ async def test_a_picture_that_changes_what_comes_before_it_leaves_no_prefix(tmp_
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "hologram"}]}]},
         {"messages": HELLO, "tools": []},
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}, "defer_loading": "yes"}]},
         {"messages": HELLO, "chat_template": "{{ messages }}"},
         {"messages": HELLO, "chat_template_kwargs": [1]},
         {"messages": HELLO, "chat_template_kwargs": {"tools": []}},

@@ -62,7 +62,7 @@ def test_a_missing_model_is_none():
 
 NULLABLE = (
     "model stream stream_options n max_tokens cache_salt session_id user truncate_prompt_tokens max_completion_tokens "
-    "tools chat_template chat_template_kwargs documents reasoning_effort suffix prompt_embeds"
+    "tools chat_template chat_template_kwargs documents reasoning_effort suffix prompt_embeds kv_transfer_params"
 ).split()
 
 
@@ -80,6 +80,12 @@ def test_nulls_are_as_absent(path, name):
 @pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message", "add_special_tokens"])
 def test_a_null_that_the_engine_refuses_is_left_to_it(name):
     assert parse(CHAT, messages=HELLO, **{name: None}).opaque
+
+
+def test_a_chat_with_token_ids_that_the_engine_runs_in_place_of_its_messages_is_left_to_it():
+    assert parse(CHAT, messages=HELLO, kv_transfer_params={"prompt_token_ids": [1, 2]}).opaque
+    for other in ({"do_remote_decode": True}, {"prompt_token_ids": None}, None):
+        assert not parse(CHAT, messages=HELLO, kv_transfer_params=other).opaque
 
 
 def test_what_is_kept_of_a_request_that_is_left_to_the_engine():

@@ -203,6 +203,7 @@ def test_a_fleet_is_read_from_yaml_and_flags_win(tmp_path: Path) -> None:
     fleet = read_fleet(file, workers=5, profile=None, host_tokens=None)
     assert (fleet.workers, fleet.profile, fleet.gateway.event_lag_s) == (5, "llama-3.1-8b/h100/1", 0.05)
     assert [(tier.name, tier.tier.name, tier.capacity_tokens) for tier in fleet.tiers] == [("host", "HOST", 1_000_000)]
+    assert [tier.capacity_tokens for tier in read_fleet(file, host_tokens=5_000).tiers] == [5_000]
 
 
 def test_a_profile_brings_the_cache_that_fits_beside_its_weights() -> None:

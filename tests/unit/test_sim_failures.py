@@ -203,6 +203,11 @@ def test_a_turn_is_pulled_no_later_than_it_is_kept_and_not_where_its_prompt_stay
     assert second_turn_after_a_death(60.0, "break-even").counters["turns_pulled"] == 0
 
 
+def test_of_a_turn_whose_blocks_have_no_ids_nothing_is_kept_to_be_pulled():
+    trace = Trace([SimRequest(10.0 * at, [0][:at], 40 * BLOCK, 2) for at in range(2)], BLOCK)
+    assert simulate(trace, apart(pull_back_s=60.0), "round-robin").answered.all()
+
+
 def test_break_even_answers_sooner_than_always_and_disturbs_less_than_never():
     requests = []
     for number in range(60):  # conversations of three turns: the first prefix is long, what follows is cached

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +214,14 @@ def test_a_tier_is_sized_by_what_it_saves() -> None:
     hits = [option["hit"] for option in cheap["options"]]
     assert hits == sorted(hits)
     assert hits[0] < hits[1]
+
+
+def test_for_traffic_without_a_rate_no_tier_is_sized(tmp_path: Path) -> None:
+    trace = tmp_path / "one.jsonl"
+    trace.write_text('{"timestamp": 7, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}')
+    result = kvway("plan", "tiers", trace)
+    assert result.exit_code == 2
+    assert "all come at once" in result.output
 
 
 def test_an_lru_cache_serves_what_it_still_holds() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from policies.base import Tier
 from sim.engine import simulate
-from sim.fleet import FleetSettings, TierSettings, host_tier
+from sim.fleet import DisaggregationSettings, FleetSettings, TierSettings, host_tier
 from sim.index import FleetIndex, Speculations
 from sim.profiles import find_profile
 from sim.requests import SimRequest, Trace
@@ -85,7 +85,7 @@ def test_layers_hide_a_reload_behind_the_prefill_after_it():
     for layers in (1, 80):
         tiers = stack(replace(HOST, capacity_tokens=10**6), layers=layers)
         tiers.computed(range(100), 0.0)
-        plan = tiers.plan(range(100), 0, 100, tokens=100 * BLOCK + 8000, now=5.0)
+        plan = tiers.plan(range(100), 0, 100 * BLOCK, tokens=100 * BLOCK + 8000, now=5.0)
         assert plan.runs == [(Tier.HOST, 100)]
         delays.append(plan.ready_at - 5.0)
     reload_s = 1e-3 + 100 * BLOCK_BYTES / (4 * 45e9)
@@ -98,8 +98,27 @@ def test_a_prefix_is_reloaded_only_as_far_as_that_gets_it_done_sooner():
     tiers = stack(HOST, slow)
     tiers.stores[1].store(range(500), now=0.0)
     tiers.stores[0].store(range(60), now=0.0)
-    plan = tiers.plan(range(500), 0, 500, tokens=500 * BLOCK + 1, now=100.0)
+    plan = tiers.plan(range(500), 0, 500 * BLOCK, tokens=500 * BLOCK + 1, now=100.0)
     assert plan.runs == [(Tier.HOST, 60)]
+
+
+def test_runs_of_one_tier_come_one_after_another_over_its_link():
+    tiers = stack(replace(HOST, capacity_tokens=10**6), replace(DISK, read_bytes_per_s=100e9), layers=1)
+    host, disk = tiers.stores
+    for store, run in ((host, range(400)), (disk, range(400, 410)), (host, range(410, 810))):
+        store.store(run, now=0.0)
+    plan = tiers.plan(range(810), 0, 810 * BLOCK, tokens=810 * BLOCK + 1, now=100.0)
+    assert plan.runs == [(Tier.HOST, 400), (Tier.DISK, 10), (Tier.HOST, 400)]
+    assert plan.ready_at - 100.0 == pytest.approx(1e-3 + 800 * BLOCK_BYTES / (4 * 45e9))
+
+
+def test_a_prompt_that_is_cached_as_a_whole_is_planned_with_its_last_block_to_compute():
+    tiers = stack(replace(HOST, capacity_tokens=10**6), layers=80)
+    tiers.computed(range(100), 0.0)
+    plan = tiers.plan(range(100), 0, 100 * BLOCK - 16, tokens=100 * BLOCK, now=5.0)
+    reload_s, compute_s = 1e-3 + 100 * BLOCK_BYTES / (4 * 45e9), PROFILE.ttft_s(16, 100 * BLOCK - 16)
+    # the last block's prefill runs behind the reload but for its last layer's share
+    assert plan.ready_at + compute_s - 5.0 == pytest.approx(reload_s + compute_s / 80)
 
 
 def test_what_host_memory_cannot_hold_goes_to_disk_and_the_index_hears_of_it():
@@ -182,6 +201,15 @@ def test_waiting_requests_have_their_prefix_brought_closer():
     assert tiers.stores[0].reload_s(range(10, 50), 5.0) == pytest.approx(40 * BLOCK_BYTES / 7e9)
 
 
+def test_what_makes_way_for_a_prefetched_prefix_moves_down():
+    tiers = stack(HOST, DISK)
+    tiers.computed(range(100, 164), now=0.0)
+    tiers.stores[1].store(range(50), now=0.0)
+    tiers.prefetch(range(50), 0, now=5.0)
+    assert all(block in tiers.stores[0] for block in range(50))
+    assert all(block in tiers.stores[0] or block in tiers.stores[1] for block in range(100, 164))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -201,3 +229,10 @@ def test_impossible_tiers_are_refused(fields, message):
 def test_tiers_are_listed_fastest_first():
     with pytest.raises(ValueError, match="fastest first"):
         FleetSettings(tiers=(DISK, HOST))
+
+
+def test_tiers_have_names_of_their_own():
+    with pytest.raises(ValueError, match="'nvme' names several"):
+        FleetSettings(tiers=(DISK, replace(POOL, name="nvme")))
+    with pytest.raises(ValueError, match="'transfer' names several"):
+        FleetSettings(tiers=(replace(POOL, name="transfer"),), disaggregation=DisaggregationSettings(prefill_workers=1))

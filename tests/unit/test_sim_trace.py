@@ -62,7 +62,7 @@ def infinite_cache_hit_rate(trace: Trace) -> float:
 
 
 def test_a_mooncake_line_is_a_request(tmp_path: Path) -> None:
-    late = MOONCAKE | {"timestamp": 9000, "hash_ids": [0, 1, 3], "output_length": 0}
+    late = MOONCAKE | {"timestamp": 9003, "hash_ids": [0, 1, 3], "output_length": 0}
     trace = read_trace(write(tmp_path / "m.jsonl", MOONCAKE, late))
     trace.check()
     assert (trace.block_tokens, trace.closed_loop, trace.name) == (512, False, "m.jsonl")
@@ -79,6 +79,20 @@ def test_mooncakes_ticks_are_spread_the_same_way_for_the_same_seed(tmp_path: Pat
     assert 0 < one[-1] <= 3
 
 
+def test_arrivals_that_are_on_no_ticks_stay_as_they_were_recorded(tmp_path: Path) -> None:
+    lines = [MOONCAKE | {"timestamp": at} for at in (3000, 3179, 6500.5)]
+    trace = read_trace(write(tmp_path / "m.jsonl", *lines))
+    assert [request.arrival_s for request in trace.requests] == pytest.approx([0, 0.179, 3.5005])
+
+
+def test_one_id_behind_different_blocks_is_not_one_prefix(tmp_path: Path) -> None:
+    lines = [MOONCAKE | {"timestamp": 5 * at, "hash_ids": ids} for at, ids in enumerate(([0, 7, 7], [1, 7], [0, 7, 7]))]
+    first, other, again = chunks(read_trace(write(tmp_path / "m.jsonl", *lines)))
+    assert first == again
+    assert len(set(first)) == 3
+    assert not set(first) & set(other)
+
+
 def test_azure_rows_have_lengths_and_no_prefixes(tmp_path: Path) -> None:
     header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     rows = ("2023-11-16 18:17:03.9799600,4808,10\n", "2023-11-16 18:17:04.0319600,3180,8\n")
@@ -87,6 +101,13 @@ def test_azure_rows_have_lengths_and_no_prefixes(tmp_path: Path) -> None:
     assert [each.prompt_tokens for each in trace.requests] == [4808, 3180]
     assert trace.requests[1].arrival_s == pytest.approx(0.052, abs=1e-6)
     assert chunks(trace) == [[], []]
+
+
+def test_azure_times_may_have_a_zone(tmp_path: Path) -> None:
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+    rows = ("2024-05-10 00:00:00.009930+00:00,2162,5\n", "2024-05-10 01:00:01.009930+01:00,2399,6\n")
+    trace = read_trace(write(tmp_path / "a.csv", header, *rows))
+    assert [each.arrival_s for each in trace.requests] == pytest.approx([0, 1])
 
 
 def test_a_claude_code_session_keeps_its_turns_and_thinks(tmp_path: Path) -> None:
@@ -154,7 +175,7 @@ def test_ids_that_are_hashes_leave_room_for_copies(tmp_path: Path) -> None:
     first, second = 2**63 - 1, 2**63 - 2
     lines = [LINE | {"ids": [first, second]}, LINE | {"t": 9.0, "ids": [first]}]
     assert chunks(read_trace(write(tmp_path / "r", HEAD, *lines))) == [[0, 1], [0]]
-    assert chunks(read_trace(write(tmp_path / "m", MOONCAKE | {"hash_ids": [first, second, first]}))) == [[0, 1, 0]]
+    assert chunks(read_trace(write(tmp_path / "m", MOONCAKE | {"hash_ids": [first, second]}))) == [[0, 1]]
 
 
 def test_a_compressed_trace_reads_the_same(tmp_path: Path) -> None:
@@ -162,6 +183,15 @@ def test_a_compressed_trace_reads_the_same(tmp_path: Path) -> None:
     packed = tmp_path / "m.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     assert read_trace(packed).requests == read_trace(plain).requests
+
+
+@pytest.mark.parametrize(
+    "first", [json.dumps(MOONCAKE), "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1100,5"]
+)
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tmp_path: Path, first: str) -> None:
+    file = tmp_path / "marked"
+    file.write_text(first, "utf-8-sig")
+    assert [each.prompt_tokens for each in read_trace(file).requests] == [1100]
 
 
 CUT = gzip.compress(json.dumps(MOONCAKE).encode() * 50)[:-20]
