@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from gateway.certificate import Certificate
 from gateway.config import ServerConfig
 from gateway.errors import ConfigError
+from gateway.keepalive import watch_peer
 
 log = logging.getLogger("kvway.serving")
 
@@ -35,6 +36,7 @@ def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        watch_peer(listener)
         listener.bind((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None

@@ -309,7 +309,7 @@ def read_response_head(raw: bytes, status: int, to_head_request: bool, host: byt
     if to_head_request or status in (204, 304):
         framing = Framing.NONE
     elif (coding := fields.get(b"transfer-encoding")) is not None:
-        framing = Framing.CHUNKED if coding.rstrip().endswith(b"chunked") else Framing.UNTIL_CLOSE
+        framing = Framing.CHUNKED if coding.rpartition(b",")[2].strip() == b"chunked" else Framing.UNTIL_CLOSE
     else:
         framing = Framing.LENGTH if b"content-length" in fields else Framing.UNTIL_CLOSE
     content_type = fields.get(b"content-type", b"").lstrip()

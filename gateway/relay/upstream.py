@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import httptools
 
+from gateway.keepalive import watch_peer
 from gateway.relay.chunked import LAST_CHUNK, chunk
 from gateway.relay.head import MAX_HEAD_BYTES, Framing, ResponseHead, read_response_head
 from gateway.relay.retry import Failure, FailureKind
@@ -123,6 +124,8 @@ class Upstream(asyncio.Protocol):
 
         Only for a response that was lost: the parser is asked by feeding it, and is of no use afterwards.
         """
+        if self._overrun:  # the parser is ahead of what was passed on
+            return None
         fed, inside_chunk = 0, self._chunk_open
         try:
             if not inside_chunk:
@@ -138,8 +141,9 @@ class Upstream(asyncio.Protocol):
     # What the transport tells
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Keep the transport."""
+        """Keep the transport, and notice if the worker's machine goes down: nothing else tells of that."""
         self.transport = transport
+        watch_peer(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         """Pass on what arrived."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import random
+import socket
 
 import msgspec
 import pytest
@@ -215,6 +216,19 @@ async def test_worker_connections_are_used_again() -> None:
             await client.read_message()
         assert worker.connections == 1
         assert len(worker.requests) == 5
+
+
+async def test_workers_that_vanish_without_a_word_are_noticed() -> None:
+    async with FakeWorker(answer(response())) as worker, relay([worker]) as rig, rig.connect() as client:
+        client.send(request(CHAT))
+        await client.read_message()
+        (pool,) = rig.services.upstream.pools.values()
+        upstream = pool.take()
+        assert upstream is not None
+        sock = upstream.transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
+        pool.keep(upstream)
 
 
 async def test_a_worker_that_closes_after_each_answer_is_connected_to_anew() -> None:

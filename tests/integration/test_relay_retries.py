@@ -518,6 +518,18 @@ async def test_a_worker_that_sends_more_than_it_announced_cannot_smuggle_an_answ
         assert set(rig.blamed) == {("w0", "malformed")}
 
 
+async def test_a_stream_that_goes_on_after_its_end_is_reset() -> None:
+    second = chunk(event("b"))
+    script = dies_after(
+        STREAM_HEAD + chunk(event("a")) + second[:9], second[9:] + LAST_CHUNK + b"HTTP/1.1 200 OK\r\n\r\n"
+    )
+    async with fleet(script) as (rig, _), rig.connect() as client:
+        client.send(request(STREAMED))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client.read_message()
+        assert await rig.outcome() is Outcome.CUT
+
+
 async def test_a_stream_that_ends_with_done_is_whole() -> None:
     frames = chunk(event("a")) + chunk(DONE) + LAST_CHUNK
     async with fleet(answer(STREAM_HEAD + frames)) as (rig, _):

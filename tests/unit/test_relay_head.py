@@ -217,6 +217,7 @@ def test_a_dechunked_response_does_not_say_it_is_chunked() -> None:
         (response(b"Transfer-Encoding: chunked"), Framing.CHUNKED),
         (response(b"Transfer-Encoding: gzip, Chunked"), Framing.CHUNKED),
         (response(b"Transfer-Encoding: gzip"), Framing.UNTIL_CLOSE),
+        (response(b"Transfer-Encoding: xchunked"), Framing.UNTIL_CLOSE),
         (response(), Framing.UNTIL_CLOSE),
         (response(b"Content-Length: 5", status=204), Framing.NONE),
         (response(b"Content-Length: 5", status=304), Framing.NONE),
