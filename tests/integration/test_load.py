@@ -233,6 +233,15 @@ async def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_what_is_due_at_once_is_sent_at_once_by_however_many_users() -> None:
+    async with worker_and_client(speed=100) as (worker, _):
+        words = ("--users", 250, "--duration", 2, "--json", "--url", worker.url)
+        code, out, err = await run(*kvway("load", "bursts:bursts=1,copies=250,prompt_tokens=16", *map(str, words)))
+    assert code == 0, err
+    assert json.loads(out)["answered"] == 250
+
+
+@pytest.mark.slow
 async def test_a_ramp_ends_with_its_last_step() -> None:
     async with worker_and_client() as (worker, _):
         words = ("--ramp", "--ramp-step", 1, "--ramp-most", 2, "--url", worker.url, "--json")
