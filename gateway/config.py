@@ -40,7 +40,9 @@ class ServerConfig(Section):
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="request bodies above this get 413")
     keep_alive_s: Seconds = Field(75.0, description="how long an idle client connection stays open")
     drain_s: Seconds = Field(30.0, description="after SIGTERM, how long running requests may go on")
-    tls_cert: OnDisk | None = Field(None, description="PEM certificate chain; with tls_key, serve HTTPS")
+    tls_cert: OnDisk | None = Field(
+        None, description="PEM certificate chain; with tls_key, serve HTTPS; read anew when it changes"
+    )
     tls_key: OnDisk | None = Field(None, description="PEM private key")
 
     @model_validator(mode="after")

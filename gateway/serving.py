@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
+import ssl
 from collections.abc import Generator
+from pathlib import Path
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
 
 from gateway.config import ServerConfig
 from gateway.errors import ConfigError
+from gateway.tasks import spawn, stop
+
+log = logging.getLogger("kvway")
+
+_RENEWAL_S: Final = 10.0
 
 
 def bind_socket(host: str, port: int, reuse_port: bool = False) -> socket.socket:
@@ -108,12 +117,40 @@ class Server(uvicorn.Server):
     async def run_bound(self) -> None:
         """Serve on the bound socket until ``should_exit``, then drain."""
         assert self._socket is not None, "bind() comes first"
+        tls, cert, key = self.config.ssl, self.config.ssl_certfile, self.config.ssl_keyfile
+        renewal = tls and cert and key and spawn(_renew(tls, Path(cert), Path(key)), "renew the certificate")
         try:
             await self.serve(sockets=[self._socket])
         finally:
             self.up.set()  # whoever waits for it finds a task that has ended
+            await stop(renewal or None)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Leave signals alone: one process runs two servers, and ``Gateway.run`` decides what a signal means."""
         yield
+
+
+async def _renew(tls: ssl.SSLContext, cert: Path, key: Path) -> None:
+    """Show new connections the certificate that follows ours in its file: issuers renew it every few weeks."""
+    shown = _stamps(cert, key)
+    while True:
+        await asyncio.sleep(_RENEWAL_S)
+        if (found := _stamps(cert, key)) == shown:
+            continue
+        shown = found
+        try:
+            # Tried out first: a context whose new key does not go with its new certificate has none any more.
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+            tls.load_cert_chain(cert, key)
+            log.info("new connections are shown the new certificate")
+        except OSError as error:
+            log.warning("server.tls_cert, server.tls_key: not usable, the certificate before still counts: %s", error)
+
+
+def _stamps(*files: Path) -> list[tuple[int, int]]:
+    """Tell contents apart; empty where a file is missing."""
+    try:
+        return [(status.st_ino, status.st_mtime_ns) for status in (file.stat() for file in files)]
+    except OSError:
+        return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import trustme
 
+from gateway.app import Gateway
+from gateway.config import Config
 from tests.events_rig import until
 from tests.peers import FakeWorker, Message, Wire, response
 from tests.processes import free_ports, kvway, running, write_config
@@ -52,6 +56,31 @@ async def test_clients_probes_and_requests_are_encrypted(
                 with pytest.raises(httpx.TransportError):
                     await plain.get(f"http://localhost:{port}/health")
     assert {"/health", "/v1/models", "/metrics"} <= {message.target for message in worker.requests}
+
+
+async def test_a_certificate_that_is_renewed_is_shown_and_one_without_its_key_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.serving._RENEWAL_S", 0.01)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    first, second = (trustme.CA().issue_cert("localhost") for _ in range(2))
+    first.private_key_pem.write_to_path(key)
+    first.cert_chain_pems[0].write_to_path(cert)
+    server = {"host": "127.0.0.1", "port": 0, "admin_port": 0, "tls_cert": str(cert), "tls_key": str(key)}
+    async with Gateway(
+        Config.model_validate({"server": server, "workers": [{"url": "http://127.0.0.1:1"}]})
+    ) as gateway:
+
+        async def shows(issued: trustme.LeafCert) -> bool:
+            shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", gateway.port))
+            return shown.encode().strip() == issued.cert_chain_pems[0].bytes().strip()
+
+        assert await shows(first)
+        second.cert_chain_pems[0].write_to_path(cert)
+        await until(lambda: "the certificate before still counts" in caplog.text)
+        assert await shows(first)
+        second.private_key_pem.write_to_path(key)
+        await until(lambda: shows(second))
 
 
 async def _is_ready(client: httpx.AsyncClient, url: str) -> bool:
