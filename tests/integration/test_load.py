@@ -271,6 +271,26 @@ async def test_locust_divides_a_scenario_between_its_processes(tmp_path: Path) -
 
 
 @pytest.mark.slow
+async def test_a_worker_of_locust_gives_signs_of_life_while_it_reads_a_scenario() -> None:
+    program = """
+import gevent
+from argparse import Namespace
+from gevent.monkey import get_original
+from locust.env import Environment
+from sim.load import session
+from sim.load.users import LoadUser
+long = get_original("_thread", "allocate_lock")()
+long.acquire()
+session._scenario = lambda *_: Namespace(units=[], ended=long.acquire(True, 10))
+gevent.spawn(long.release)
+options = Namespace(model="m", api_key_env="NONE", ignore_eos=False)
+session.LoadSession(Environment(host="http://127.0.0.1:1", parsed_options=options)).prepare()
+print(LoadUser.schedule.scenario.ended)
+"""
+    assert await run(sys.executable, "-c", program) == (0, "True\n", "")
+
+
+@pytest.mark.slow
 async def test_locust_ramps_in_a_closed_loop_only() -> None:
     files = ",".join(str(ROOT / "sim" / "load" / name) for name in ("locustfile.py", "ramp.py"))
     locust = (sys.executable, "-m", "locust", "-f", files, "--headless", "--host", "http://127.0.0.1:1")
