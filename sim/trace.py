@@ -28,7 +28,8 @@ from sim.trace_sessions import read_sessions
 __all__ = ["TraceError", "read_trace"]
 
 _MOONCAKE_BLOCK: Final = 512
-_MOONCAKE_TICK_S: Final = 3.0  # what the published timestamps were rounded to
+_MOONCAKE_TICK_S: Final = 3.0  # what the published timestamps were rounded to, most of them
+_ROUNDED_S: Final = 0.002  # so near a tick
 _AZURE_BLOCK: Final = 512
 _AZURE_HEADER: Final = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -60,7 +61,7 @@ def read_trace(
             trace.closed_loop = closed_loop is not False
             return trace
         if "hash_ids" in first or "input_length" in first:
-            return _without_sessions(path, list(_mooncake(path, seed)), _MOONCAKE_BLOCK, closed_loop)
+            return _without_sessions(path, _spread(list(_mooncake(path)), seed), _MOONCAKE_BLOCK, closed_loop)
     elif first.decode("utf-8", "replace").lstrip("\ufeff") == _AZURE_HEADER:
         return _without_sessions(path, list(_azure(path)), _AZURE_BLOCK, closed_loop)
     raise TraceError(
@@ -89,8 +90,7 @@ class _MooncakeLine(msgspec.Struct):
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
 
 
-def _mooncake(path: Path, seed: int) -> Iterator[SimRequest]:
-    rng = random.Random(seed)
+def _mooncake(path: Path) -> Iterator[SimRequest]:
     decoder = decoder_of(_MooncakeLine)
     for number, line in lines(path):
         read = decode(decoder, path, number, line)
@@ -100,8 +100,18 @@ def _mooncake(path: Path, seed: int) -> Iterator[SimRequest]:
                 f"{path}:{number}: {len(read.hash_ids)} hash_ids for {read.input_length} tokens, "
                 f"which make {most} blocks of {_MOONCAKE_BLOCK}"
             )
-        arrival_s = read.timestamp / 1e3 + rng.uniform(0, _MOONCAKE_TICK_S)
-        yield SimRequest(arrival_s, read.hash_ids, read.input_length, max(1, read.output_length))
+        yield SimRequest(read.timestamp / 1e3, read.hash_ids, read.input_length, max(1, read.output_length))
+
+
+def _spread(requests: list[SimRequest], seed: int) -> list[SimRequest]:
+    """Spread arrivals that were rounded within their tick; those of a trace that is exact stay where they are."""
+    ticks = [round(request.arrival_s / _MOONCAKE_TICK_S) * _MOONCAKE_TICK_S for request in requests]
+    near = sum(abs(each.arrival_s - tick) < _ROUNDED_S for each, tick in zip(requests, ticks, strict=True))
+    if 2 * near > len(requests):
+        rng = random.Random(seed)
+        for request in requests:
+            request.arrival_s += rng.uniform(0, _MOONCAKE_TICK_S)
+    return requests
 
 
 def _azure(path: Path) -> Iterator[SimRequest]:
