@@ -460,6 +460,7 @@ MISTAKES = [
     (SIMULATED | {"config": {"server": {"admin_host": None}}}, "/config/server.*admin_host"),
     (SIMULATED | {"config": {"server": {"host": "::1"}}}, "config.server.host is ::1"),
     (SIMULATED | {"env": [{"name": "KVWAY_SERVER__PORT", "value": "9000"}]}, "KVWAY_SERVER__PORT past the chart"),
+    (SIMULATED | {"env": [{"name": "KVWAY_SERVER__TLS_CERT", "value": "/a"}]}, "KVWAY_SERVER__TLS_CERT past the chart"),
     (SIMULATED | {"config": {"server": {"drain_s": None}}}, "/config/server.*drain_s"),
     (SIMULATED | {"config": {"server": None}}, "/config.*server"),
     (SIMULATED | {"startupProbe": None}, "'': missing property 'startupProbe'"),
