@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from gateway.config_sections import MAX_PORT, OnDisk, Seconds, Section, WorkerPort
 
@@ -267,6 +267,14 @@ class FoundConfig(WorkerSettings):
     data_parallel_size: int = Field(
         1, ge=1, le=1024, description="data-parallel ranks behind one port; goes with kv_events_port"
     )
+
+    @field_validator("data_parallel_size")
+    @classmethod
+    def _a_port_each(cls, value: int, info: ValidationInfo) -> int:
+        for key in ("kv_events_port", "kv_replay_port"):
+            if (info.data.get(key) or 0) + value - 1 > MAX_PORT:
+                raise ValueError(f"the ports from {key} on do not suffice for {value} ranks")
+        return value
 
     @classmethod
     def own_keys(cls) -> set[str]:

@@ -144,6 +144,7 @@ class Feed:
 
     async def caught_up(self) -> None:
         """What the engine's buffer has is taken in."""
+        self.stats.lag_s = 0.0  # it is old, not late
         self._show(self.slot)
 
     async def take(self, payloads: list[bytes]) -> None:

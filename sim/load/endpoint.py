@@ -15,10 +15,12 @@ def base_url(url: str) -> str:
     """Return the URL in front of ``/v1``.
 
     Raises:
-        ValueError: it is no HTTP URL.
+        ValueError: it is no HTTP URL, or has more than a path.
     """
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.query or parts.fragment:  # not shown: some have their key there
+        raise ValueError("the URL of an endpoint has neither ? nor #; an API key goes into OPENAI_API_KEY")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError(f"{url!r} is no URL of an endpoint; one looks like http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1")
 

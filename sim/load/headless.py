@@ -29,7 +29,7 @@ from sim.load.users import LoadUser
 
 _POLL_S: Final = 0.25
 _HOPELESS: Final = 20  # so many failures and no answer end the test
-_MOST_SPAWN_RATE: Final = 100.0  # more, and locust itself warns that it may fall behind
+_MOST_SPAWN_RATE: Final = 100.0  # so that a closed loop does not begin with all its users in one instant
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def run_load(options: LoadOptions, scenario: Scenario, progress: Progress) -> Lo
         if options.ramp:
             runner.start_shape()
         else:
-            runner.start(options.users, min(float(options.users), _MOST_SPAWN_RATE))
+            runner.start(options.users, spawn_rate(options.users, scenario.paced))
         deadline = began + options.duration_s if options.duration_s else float("inf")
         while not interrupted.wait(_POLL_S) and perf_counter() < deadline and not _over(runner):
             if not recorder.answered and sum(recorder.errors.values()) >= _HOPELESS:
@@ -115,6 +115,11 @@ def run_load(options: LoadOptions, scenario: Scenario, progress: Progress) -> Lo
         found["ramp"] = environment.shape_class.summary()
         found["saturated"] = environment.shape_class.is_saturated
     return LoadResult(found, recorder, windows, began)
+
+
+def spawn_rate(users: int, paced: bool) -> float:
+    """Return how many users start per second: at once where the scenario says when each begins, for they only wait."""
+    return float(users) if paced else min(float(users), _MOST_SPAWN_RATE)
 
 
 def _environment(options: LoadOptions) -> Environment:

@@ -66,7 +66,9 @@ class LoadSession:
             ValueError: the scenario or the endpoint is not there.
         """
         options: Any = self._environment.parsed_options
-        scenario = scenario or _scenario(options, getattr(self._environment.shape_class, "is_ramp", False))
+        ramp = getattr(self._environment.shape_class, "is_ramp", False)
+        # In a thread: a master gives a worker up whose heartbeats stop while it reads a long trace.
+        scenario = scenario or gevent.get_hub().threadpool.apply(_scenario, (options, ramp))
         self._environment.host = url = base_url(self._environment.host or "")
         key = read_api_key(options.api_key_env)
         LoadUser.target = Target(options.model or find_model(url, key), key, options.ignore_eos)

@@ -79,7 +79,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
 
@@ -135,7 +135,7 @@ def read_answer(readline: Callable[[], bytes], answer: Answer, now: Callable[[],
             answer.error = f"the stream ended in an error: {chunk.error}"
         if chunk.usage is not None:
             _note_usage(chunk.usage, answer)
-        if any(map(_has_token, chunk.choices)):
+        if any(map(_has_token, chunk.choices or ())):
             if answer.first is None:
                 answer.first = arrived
             else:

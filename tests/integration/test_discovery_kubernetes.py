@@ -460,6 +460,18 @@ async def test_an_engine_with_several_ranks_is_as_many_workers(server: ApiServer
             await until(have(registry))
 
 
+@pytest.mark.parametrize("endpoint", ["inproc://events", "tcp://*", "tcp://*:70000"])
+async def test_an_engine_whose_events_cannot_be_reached_joins_without(
+    endpoint: str, server: ApiServer, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Engine({"/kv_event_sources": b'{"0": {"endpoint": "%b"}}' % endpoint.encode()}) as engine:
+        server.put(pod("a", annotations={"kvway.io/port": str(engine.port)}))
+        async with following(server, registry, worker={}):
+            await until(have(registry, "a"))
+            assert registry.workers["a"].config.kv_events is None
+    assert "/kv_event_sources cannot be used" in caplog.text and "Traceback" not in caplog.text
+
+
 async def test_an_engine_without_events_joins_without(server: ApiServer, registry: Registry) -> None:
     async with Engine() as engine:
         server.put(pod("a", annotations={"kvway.io/port": str(engine.port)}))

@@ -233,6 +233,15 @@ async def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_what_is_due_at_once_is_sent_at_once_by_however_many_users() -> None:
+    async with worker_and_client(speed=100) as (worker, _):
+        words = ("--users", 250, "--duration", 2, "--json", "--url", worker.url)
+        code, out, err = await run(*kvway("load", "bursts:bursts=1,copies=250,prompt_tokens=16", *map(str, words)))
+    assert code == 0, err
+    assert json.loads(out)["answered"] == 250
+
+
+@pytest.mark.slow
 async def test_a_ramp_ends_with_its_last_step() -> None:
     async with worker_and_client() as (worker, _):
         words = ("--ramp", "--ramp-step", 1, "--ramp-most", 2, "--url", worker.url, "--json")
@@ -259,6 +268,26 @@ async def test_locust_divides_a_scenario_between_its_processes(tmp_path: Path) -
     assert {"TTFT", "ITL", "tokens/s", "cached %"} <= entries.keys()
     assert entries["/v1/chat/completions"]["num_requests"] == entries["TTFT"]["num_requests"] == 16
     assert 'finished_reason="length",model_name="tiny"} 16.0' in served
+
+
+@pytest.mark.slow
+async def test_a_worker_of_locust_gives_signs_of_life_while_it_reads_a_scenario() -> None:
+    program = """
+import gevent
+from argparse import Namespace
+from gevent.monkey import get_original
+from locust.env import Environment
+from sim.load import session
+from sim.load.users import LoadUser
+long = get_original("_thread", "allocate_lock")()
+long.acquire()
+session._scenario = lambda *_: Namespace(units=[], ended=long.acquire(True, 10))
+gevent.spawn(long.release)
+options = Namespace(model="m", api_key_env="NONE", ignore_eos=False)
+session.LoadSession(Environment(host="http://127.0.0.1:1", parsed_options=options)).prepare()
+print(LoadUser.schedule.scenario.ended)
+"""
+    assert await run(sys.executable, "-c", program) == (0, "True\n", "")
 
 
 @pytest.mark.slow

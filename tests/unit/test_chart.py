@@ -193,7 +193,7 @@ def test_with_a_certificate_that_config_names_they_do_too():
     values: list[dict[str, Any]] = [SIMULATED, by_hand, {"secretFiles": [{"name": "a"}], "loadTest": {"enabled": True}}]
     objects = render(*values)
     assert pod(objects)["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
-    assert "--url=https://kvway:80" in pod(objects, "Job", "kvway-load-1")["containers"][0]["args"]
+    assert "--url=https://kvway:80" in load_test(objects)["spec"]["template"]["spec"]["containers"][0]["args"]
     assert "https://kvway.llm.svc" in chart.notes(*values)
 
 
@@ -389,20 +389,46 @@ def test_releases_of_one_name_in_two_namespaces_do_not_meet_where_they_look_for_
     assert first and not first & second
 
 
+def load_test(objects: list[chart.Object]) -> chart.Object:
+    (job,) = [each for each in objects if each["kind"] == "Job"]
+    return job
+
+
+def test_a_load_test_that_is_changed_is_another_job_also_without_revisions():
+    def job(**values: Any) -> chart.Object:
+        return load_test(render(SIMULATED, {"loadTest": {"enabled": True}}, values, name="a-long-name" * 4))
+
+    names = {
+        job(**values)["metadata"]["name"] for values in ({}, {"image": {"tag": "2"}}, {"nodeSelector": {"a": "b"}})
+    }
+    assert len(names) == 3 and max(map(len, names)) < 60
+    assert job() == job()
+
+
+def test_the_bundled_valkey_may_run_as_whom_the_cluster_chooses():
+    def valkey(**own: Any) -> Any:
+        objects = render(SIMULATED, {"redis": {"bundled": {"securityContext": own}}})
+        return pod(objects, name="kvway-valkey")["containers"][0]["securityContext"]
+
+    assert valkey()["runAsUser"] == 999  # root is the user of its image
+    chosen = valkey(runAsUser=None)
+    assert "runAsUser" not in chosen and chosen["readOnlyRootFilesystem"]
+
+
 def test_the_load_test_reaches_the_gateway_whoever_else_may_not():
     some = {"namespaceSelector": {"matchLabels": {"team": "chat"}}}
     more = {"from": [{"podSelector": {}}], "ports": [{"port": 5557}]}
     objects = render(SIMULATED, {"networkPolicy": {"enabled": True, "from": [some], "ingress": [more]}})
     public, admin, last = find(objects, "NetworkPolicy")["spec"]["ingress"]
-    load = find(render(SIMULATED, {"loadTest": {"enabled": True}}), "Job", "kvway-load-1")
+    load = load_test(render(SIMULATED, {"loadTest": {"enabled": True}}))
     selector = public["from"][0]["podSelector"]["matchLabels"].items()
     assert selector <= load["spec"]["template"]["metadata"]["labels"].items()
     assert public["from"][1:] == [some] and admin["ports"] == [{"port": 8001}] and last == more
 
 
 def test_the_load_test_sends_a_key_and_trusts_an_authority_that_secrets_hold():
-    load_test = {"enabled": True, "apiKeySecret": {"name": "client"}, "caSecret": "authority"}
-    pod = find(render(SIMULATED, {"loadTest": load_test}), "Job", "kvway-load-1")["spec"]["template"]["spec"]
+    values = {"enabled": True, "apiKeySecret": {"name": "client"}, "caSecret": "authority"}
+    pod = load_test(render(SIMULATED, {"loadTest": values}))["spec"]["template"]["spec"]
     (load,) = pod["containers"]
     key, authority = load["env"]
     assert key["valueFrom"] == {"secretKeyRef": {"name": "client", "key": "api-key"}}
@@ -434,6 +460,7 @@ MISTAKES = [
     (SIMULATED | {"config": {"server": {"admin_host": None}}}, "/config/server.*admin_host"),
     (SIMULATED | {"config": {"server": {"host": "::1"}}}, "config.server.host is ::1"),
     (SIMULATED | {"env": [{"name": "KVWAY_SERVER__PORT", "value": "9000"}]}, "KVWAY_SERVER__PORT past the chart"),
+    (SIMULATED | {"env": [{"name": "KVWAY_SERVER__TLS_CERT", "value": "/a"}]}, "KVWAY_SERVER__TLS_CERT past the chart"),
     (SIMULATED | {"config": {"server": {"drain_s": None}}}, "/config/server.*drain_s"),
     (SIMULATED | {"config": {"server": None}}, "/config.*server"),
     (SIMULATED | {"startupProbe": None}, "'': missing property 'startupProbe'"),

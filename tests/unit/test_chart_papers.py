@@ -74,8 +74,8 @@ def test_the_chart_has_the_version_of_the_package():
     assert about["appVersion"] == about["version"] == __version__
 
 
-def rules() -> list[dict[str, Any]]:
-    groups = find(render(SIMULATED, MONITORED), "PrometheusRule")["spec"]["groups"]
+def rules(*more: dict[str, Any]) -> list[dict[str, Any]]:
+    groups = find(render(SIMULATED, MONITORED, *more), "PrometheusRule")["spec"]["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
@@ -109,6 +109,13 @@ def test_alerts_are_about_this_release_only_and_say_what_to_do():
                 "summary",
                 "description",
             }
+
+
+def test_replicas_that_drain_are_no_alert():
+    values = {"config": {"server": {"drain_s": 1800}}}
+    objects = render(SIMULATED, values)
+    (alert,) = [rule for rule in rules(values) if rule.get("alert") == "KvwayReplicasApart"]
+    assert int(alert["for"].removesuffix("s")) > chart.pod(objects)["terminationGracePeriodSeconds"]
 
 
 def test_every_panel_has_a_place_of_its_own():

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
-from gateway.config_workers import FoundConfig, KubernetesConfig
+from gateway.config_workers import DnsConfig, FoundConfig, KubernetesConfig
 from gateway.fleet.discovery.found import Found
 from gateway.fleet.discovery.kube_objects import Pod, Service, Unusable, engines_of
 from tests import kube
@@ -134,9 +135,13 @@ def test_an_annotation_that_makes_no_sense_is_named(annotation: str, value: str,
         found(annotated(**{annotation: value}))
 
 
-def test_a_rank_whose_port_would_be_beyond_the_last_one_is_refused() -> None:
+def test_an_engine_or_rank_whose_port_would_be_beyond_the_last_one_is_refused() -> None:
     with pytest.raises(Unusable, match=r"pod vllm-0 in ai: .*65536.* is not a ZMQ endpoint"):
+        found(annotated(port="8000,8001", kv_events_port="65535"))
+    with pytest.raises(Unusable, match=r"kvway.io/data-parallel-size is '2'.* ports from kv_events_port on"):
         found(annotated(kv_events_port="65535", data_parallel_size="2"))
+    with pytest.raises(ValidationError, match=r"data_parallel_size\n.* ports from kv_replay_port on"):
+        DnsConfig.model_validate({"name": "a", "worker": {"kv_replay_port": 65535, "data_parallel_size": 2}})
 
 
 def test_a_role_that_is_none_is_named() -> None:

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from sim.load.endpoint import find_model, read_api_key
+from sim.load.endpoint import base_url, find_model, read_api_key
 from sim.load.stream import error_message
 
 
@@ -43,6 +43,21 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(key: str, monkey
 def test_a_password_in_a_url_is_not_shown():
     with pytest.raises(ValueError, match=r"no endpoint answers at http://\[::1\]:1: "):
         find_model("http://me:hidden@[::1]:1", "")
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("http://a:1/v1?key=hidden", "neither"),
+        ("http://a:1#hidden", "neither"),
+        ("http://a:0", "no URL of an endpoint"),
+        ("http://a:65536", "out of range"),
+    ],
+)
+def test_a_url_that_would_lead_elsewhere_is_refused_and_a_key_in_it_not_shown(url: str, complaint: str):
+    with pytest.raises(ValueError, match=complaint) as refused:
+        base_url(url)
+    assert "hidden" not in str(refused.value)
 
 
 @pytest.fixture

@@ -142,6 +142,12 @@ def test_text_reasoning_and_tool_calls_are_first_tokens_and_roles_are_not(first:
     assert (found.first, found.gaps_s, found.complete) == (2.0, [1.0], True)
 
 
+@pytest.mark.parametrize("none", [b"[]", b"null"])
+def test_the_usage_may_come_without_choices(none: bytes) -> None:
+    found = read(b'data: {"choices":%b,"usage":{"prompt_tokens":7,"completion_tokens":2}}\n' % none)
+    assert (found.prompt_tokens, found.output_tokens, found.first) == (7, 2, None)
+
+
 def test_an_event_that_is_no_chunk_is_an_error() -> None:
     with pytest.raises(ValueError, match="no chunk of the OpenAI API"):
         read(b"data: <html>\n")

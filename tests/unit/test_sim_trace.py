@@ -72,6 +72,12 @@ def test_a_mooncake_line_is_a_request(tmp_path: Path) -> None:
     assert 3 < trace.requests[1].arrival_s < 9
 
 
+def test_exact_times_in_mooncakes_format_are_kept(tmp_path: Path) -> None:
+    lines = [MOONCAKE | {"timestamp": 3000 + 250 * number} for number in range(13)]
+    trace = read_trace(write(tmp_path / "m.jsonl", *lines))
+    assert [request.arrival_s for request in trace.requests] == [number / 4 for number in range(13)]
+
+
 def test_mooncakes_ticks_are_spread_the_same_way_for_the_same_seed(tmp_path: Path) -> None:
     file = write(tmp_path / "m.jsonl", *[MOONCAKE] * 20)
     one, same, other = ([request.arrival_s for request in read_trace(file, seed=seed).requests] for seed in (1, 1, 2))

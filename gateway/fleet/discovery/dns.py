@@ -44,19 +44,29 @@ class DnsSource:
     async def run(self, report: Reporter) -> None:
         """See ``Source``."""
         config = self._config
-        while True:
-            try:
-                async with asyncio.timeout(config.timeout_s):
-                    addresses = await self._resolver(config.name)
-            except TimeoutError:
-                report.failed(f"{config.name} is not resolved within {config.timeout_s:g} s")
-            except (OSError, UnicodeError) as error:
-                report.failed(f"{config.name} cannot be resolved: {getattr(error, 'strerror', None) or error}")
-            else:
-                present = of_one_family(addresses)
-                self._engines = {each: self._engines.get(each) or self._engines_at(each) for each in present}
-                report.found([found for engines in self._engines.values() for found in engines])
-            await asyncio.sleep(config.interval_s * random.uniform(0.9, 1.1))
+        asked: asyncio.Future[list[str]] | None = None
+        try:
+            while True:
+                # One look-up at a time: a silent resolver holds the thread of each, and the process has but a few.
+                asked = asked or asyncio.ensure_future(self._resolver(config.name))
+                if (await asyncio.wait({asked}, timeout=config.timeout_s))[0]:
+                    self._take(asked, report)
+                    asked = None
+                else:
+                    report.failed(f"{config.name} is not resolved within {config.timeout_s:g} s")
+                await asyncio.sleep(config.interval_s * random.uniform(0.9, 1.1))
+        finally:
+            if asked is not None:
+                asked.cancel()
+
+    def _take(self, answer: asyncio.Future[list[str]], report: Reporter) -> None:
+        try:
+            present = of_one_family(answer.result())
+        except (OSError, UnicodeError) as error:
+            report.failed(f"{self._config.name} cannot be resolved: {getattr(error, 'strerror', None) or error}")
+        else:
+            self._engines = {each: self._engines.get(each) or self._engines_at(each) for each in present}
+            report.found([found for engines in self._engines.values() for found in engines])
 
     def _engines_at(self, address: str) -> list[Found]:
         worker = self._config.worker

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Final
 
 import httpx
+from pydantic import ValidationError
 
 from gateway.config_workers import KvEventsConfig, WorkerConfig
 from gateway.events.sources import EventSource, parse_sglang_sources, parse_vllm_sources
@@ -32,14 +33,13 @@ async def ask_engine(client: httpx.AsyncClient, config: WorkerConfig) -> list[Wo
     Raises:
         FetchFailed: it does not answer, or not yet.
     """
-    sources = await _sources(client, config)
-    if len(sources) < 2:
-        return [config.model_copy(update={"kv_events": _events(source)}) for source in sources] or [config]
-    ranks = [(source.rank, config.model_copy(update={"kv_events": _events(source)})) for source in sources]
+    ranks = [(rank, config.model_copy(update={"kv_events": events})) for rank, events in await _events(client, config)]
+    if len(ranks) < 2:
+        return [entry for _, entry in ranks] or [config]
     return [as_rank(entry, rank) for rank, entry in ranks]
 
 
-async def _sources(client: httpx.AsyncClient, config: WorkerConfig) -> list[EventSource]:
+async def _events(client: httpx.AsyncClient, config: WorkerConfig) -> list[tuple[int, KvEventsConfig]]:
     worker = Worker.from_config(config)
     for path, read in _PATHS:
         status, body = await fetch(client, worker, path, _TIMEOUT_S)
@@ -49,11 +49,12 @@ async def _sources(client: httpx.AsyncClient, config: WorkerConfig) -> list[Even
             continue
         try:
             sources = read(body, worker.host)
+            events = [(each.rank, _as_config(each)) for each in sources if _can_be_followed(each, worker.name)]
         except ValueError as error:
-            log.warning("%s cannot be read: %s", path, error, extra={"worker": worker.name})
+            log.warning("%s cannot be used: %s", path, error, extra={"worker": worker.name})
             continue
         if sources:
-            return [source for source in sources if _can_be_followed(source, worker.name)]
+            return events
     return []
 
 
@@ -67,5 +68,8 @@ def _can_be_followed(source: EventSource, worker: str) -> bool:
     return source.binds
 
 
-def _events(source: EventSource) -> KvEventsConfig:
-    return KvEventsConfig(endpoint=source.endpoint, replay_endpoint=source.replay_endpoint, topic=source.topic)
+def _as_config(source: EventSource) -> KvEventsConfig:
+    try:
+        return KvEventsConfig(endpoint=source.endpoint, replay_endpoint=source.replay_endpoint, topic=source.topic)
+    except ValidationError as error:
+        raise ValueError(error.errors(include_url=False)[0]["msg"]) from None

@@ -25,7 +25,7 @@
 {{- end -}}
 {{- end -}}
 {{- range $values.env -}}
-{{- if regexMatch "^KVWAY_(SERVER__((ADMIN_)?(HOST|PORT)|DRAIN_S)|DISCOVERY__KUBERNETES)$" (.name | default "") -}}
+{{- if regexMatch "^KVWAY_(SERVER__((ADMIN_)?(HOST|PORT)|DRAIN_S|TLS_CERT)|DISCOVERY__KUBERNETES)$" (.name | default "") -}}
 {{- fail (printf "env sets %s past the chart, whose probes, Services, grace period and rights follow config; set it there" .name) -}}
 {{- end -}}
 {{- end -}}
