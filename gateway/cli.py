@@ -72,8 +72,7 @@ def serve(
     from gateway.observe.logs import setup_logs
 
     try:
-        overrides = {"workers": [{"url": url} for url in worker]} if worker else {}
-        settings = load_config(config, overrides=overrides)
+        settings = load_config(config, worker_urls=worker or ())
         if check:
             from gateway.prompt.model import find_problems
 

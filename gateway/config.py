@@ -7,7 +7,7 @@ Precedence: environment (``KVWAY_SERVER__PORT=9000``) over file over default.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -382,14 +382,14 @@ class Config(Section):
 
 
 def load_config(
-    path: Path | None, environ: Mapping[str, str] = os.environ, overrides: Mapping[str, Any] | None = None
+    path: Path | None, environ: Mapping[str, str] = os.environ, worker_urls: Sequence[str] = ()
 ) -> Config:
     """Read and validate a configuration.
 
     Args:
         path: YAML file, or None for defaults and environment only.
         environ: where ``KVWAY_*`` overrides are looked up.
-        overrides: top-level sections that win over file and environment (command-line options).
+        worker_urls: of the option ``--worker``; they stand in place of the section ``workers``.
 
     Raises:
         ConfigError: the file cannot be read or parsed, or a key or value is wrong. One line per mistake.
@@ -397,7 +397,9 @@ def load_config(
     raw = read_yaml(path) if path is not None else {}
     mistakes: list[str] = []
     origins = overlay_environment(raw, environ, Config, mistakes)
-    raw.update(overrides or {})
+    if worker_urls:
+        raw["workers"] = [{"url": url} for url in worker_urls]
+        origins["workers",] = "--worker"
     try:
         config = Config.model_validate(raw, context="files must exist")
     except ValidationError as error:

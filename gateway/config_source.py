@@ -19,7 +19,7 @@ from gateway.errors import ConfigError
 PREFIX: Final = "KVWAY_"
 
 Origins = dict[tuple[str, ...], str]
-"""Key path → the environment variable that set it."""
+"""Key path → the environment variable, or command-line option, that set it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -150,6 +150,8 @@ def _plain(kind: str, message: str, given: str) -> str:
         message = "must be a mapping of keys"
     elif kind == "tuple_type":
         message = "must be a list"
+    elif kind == "path_type":
+        message = "must be a path"
     return f"{message.replace('Input should', 'must').replace('String should', 'must')}, not {given}"
 
 

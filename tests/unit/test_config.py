@@ -116,6 +116,8 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
         ("health: {path: health}", "kvway.yaml: health.path: must match pattern"),
         ("health: {path: /a b}", "kvway.yaml: health.path: must match pattern"),
         ("? [a]\n: 1", "kvway.yaml: is not valid YAML: a key must be a plain word"),
+        ("workers: [{url: 'http://a:1', api_key_file: /}]", "kvway.yaml: workers[0].api_key_file: / is a directory"),
+        ("models: {llama: {tokenizer: [a]}}", "kvway.yaml: models.llama.tokenizer: must be a path, not a list"),
         (
             "models: {llama: {chat_template: /nowhere}}",
             "kvway.yaml: models.llama.chat_template: /nowhere does not exist",
@@ -285,10 +287,12 @@ def test_the_environment_wins_over_the_file(load):
     assert (config.server.port, config.server.host, config.log.requests) == (2, "a", False)
 
 
-def test_command_line_overrides_win_over_the_environment():
+def test_workers_of_the_command_line_win_over_the_environment_and_answer_for_their_mistakes():
     environ = {"KVWAY_WORKERS": "[{url: 'http://a:1'}]"}
-    config = load_config(None, environ, overrides={"workers": [{"url": "http://b:1"}]})
+    config = load_config(None, environ, worker_urls=["http://b:1"])
     assert [worker.url for worker in config.workers] == ["http://b:1"]
+    with pytest.raises(ConfigError, match=r"^--worker: workers\[0\].url: 'b' is not a worker URL"):
+        load_config(None, environ, worker_urls=["b"])
 
 
 def test_the_environment_sets_lists_and_parameters_as_yaml(load):
