@@ -381,9 +381,7 @@ class Config(Section):
         return self.models.get(model) or self.models.get("*") or ModelConfig()
 
 
-def load_config(
-    path: Path | None, environ: Mapping[str, str] = os.environ, worker_urls: Sequence[str] = ()
-) -> Config:
+def load_config(path: Path | None, environ: Mapping[str, str] = os.environ, worker_urls: Sequence[str] = ()) -> Config:
     """Read and validate a configuration.
 
     Args:

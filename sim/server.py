@@ -135,7 +135,8 @@ class SimWorker:
                 {adapter: number for number, adapter in enumerate(settings.adapters, 1)},
             )
         except zmq.ZMQError as error:
-            raise ValueError(f"KV event endpoints {settings.kv_events}, {settings.kv_replay}: {error}") from None
+            endpoints = ", ".join(filter(None, (settings.kv_events, settings.kv_replay)))
+            raise ValueError(f"KV event endpoints {endpoints}: {error}") from None
         self._replays = asyncio.get_running_loop().create_task(self.publisher.serve_replays())
 
     async def _start_http(self, endpoints: Endpoints, listener: socket.socket) -> None:
@@ -208,9 +209,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     return listener
 
 
