@@ -144,6 +144,8 @@ def _plain(kind: str, message: str, given: str) -> str:
     """Say a pydantic message in the words of someone who writes YAML."""
     if kind == "missing":
         return "is required"
+    if kind == "json_invalid":
+        return message
     if kind == "value_error":
         return message.removeprefix("Value error, ")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
