@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from gateway.config_sections import OnDisk, Port, Seconds, Section
 from gateway.config_source import describe_mistakes, overlay_environment, read_yaml, without_password
@@ -22,6 +22,7 @@ from gateway.config_workers import PrefillConfig as PrefillConfig
 from gateway.config_workers import ReplicationConfig as ReplicationConfig
 from gateway.config_workers import WorkerConfig as WorkerConfig
 from gateway.errors import ConfigError
+from gateway.index.redis_address import parse_url
 from policies.base import PolicyError, create_policy
 from policies.order import OrderError, create_order
 
@@ -215,6 +216,12 @@ class IndexConfig(Section):
         description="after a start or a loss, for two minutes: share of the requests to a vLLM that ask it to report "
         "what it holds (vllm_xargs.kv_cache_report_mode); 0 where gateways that are no replicas of this one listen too",
     )
+
+    @field_validator("url")
+    @classmethod
+    def _leads_somewhere(cls, value: str) -> str:
+        parse_url(value)
+        return value
 
     @model_validator(mode="after")
     def _secrets_go_together(self) -> IndexConfig:

@@ -113,6 +113,7 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
         ("server: {port: 8000, admin_port: 8000}", "kvway.yaml: server: port and admin_port are both 8000"),
         ("models: {llama: {source: tokenizer}}", "kvway.yaml: models.llama: source is 'tokenizer', but no tokenizer"),
         ("index: {url: nonsense}", "kvway.yaml: index.url: must match pattern"),
+        ("index: {url: 'redis://h/x'}", "kvway.yaml: index.url: 'x' is not the number of a database"),
         ("health: {path: health}", "kvway.yaml: health.path: must match pattern"),
         ("health: {path: /a b}", "kvway.yaml: health.path: must match pattern"),
         ("? [a]\n: 1", "kvway.yaml: is not valid YAML: a key must be a plain word"),
@@ -399,11 +400,16 @@ def test_a_model_takes_its_own_settings_then_the_default_ones():
     assert [config.model_config_for(model).source for model in ("a", "b")] == ["engine", "bytes"]
 
 
-@pytest.mark.parametrize("password", ["secret", "a@secret", "a/secret", "a:secret"])
-def test_the_password_in_a_url_is_masked_whatever_it_holds(mistakes, password):
+@pytest.mark.parametrize("password", ["secret", "a@secret", "a%2Fsecret", "a:secret"])
+def test_the_password_in_a_url_is_masked_whatever_it_holds(password):
     config = Config.model_validate({"index": {"url": f"redis://user:{password}@host"}})
     assert config.masked()["index"]["url"] == "redis://user:***@host"
-    (line,) = mistakes(f"index: {{url: 'rdis://user:{password}@host'}}")
+
+
+@pytest.mark.parametrize("url", ["rdis://user:{}@host", "redis://user:{}@host:port", "redis+sentinel://user:{}@host"])
+@pytest.mark.parametrize("password", ["secret", "a@secret", "a/secret", "a:secret"])
+def test_what_is_wrong_with_a_url_is_told_without_its_password(mistakes, url, password):
+    (line,) = mistakes(f"index: {{url: '{url.format(password)}'}}")
     assert "secret" not in line
 
 
