@@ -315,3 +315,9 @@ asyncio.run(main())
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
     assert said.split()[-1:] == [b"True"]
+
+
+async def test_a_gateway_that_nobody_gave_workers_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"server": {"host": "127.0.0.1", "port": 0, "admin_port": 0}}
+    async with Gateway(Config.model_validate(config)):
+        assert "no workers are configured" in caplog.text
