@@ -186,6 +186,8 @@ class Gateway:
             "kvway is ready to serve",
             extra={"port": self.port, "admin_port": self.admin_port, "policy": self.config.policy.name},
         )
+        if not self.config.workers and self.discovery is None:
+            log.warning("no workers are configured: list them under workers:, or see docs/discovery.md")
 
     async def stop(self) -> None:
         """Drain: readiness false, no new connections, running requests get ``server.drain_s`` to end; then stop all."""

@@ -24,7 +24,10 @@ RequestArgument = Annotated[
 TextOption = Annotated[str | None, typer.Option(help="the prompt itself, instead of a file")]
 ModelOption = Annotated[str, typer.Option(help="model, where the request names none")]
 PathOption = Annotated[str, typer.Option(help="request path; found from the body when empty")]
-AdminOption = Annotated[str, typer.Option("--admin", help="admin address of the running gateway")]
+AdminOption = Annotated[
+    str,
+    typer.Option("--admin", callback=lambda url: url.rstrip("/"), help="admin address of the running gateway"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="print the admin API's answer")]
 
 

@@ -25,7 +25,6 @@ app = typer.Typer(
 app.add_typer(sim_app, name="sim")
 app.add_typer(plan_app, name="plan")
 app.add_typer(cache_app, name="cache")
-app.command()(load)
 
 ConfigOption = Annotated[
     Path | None,
@@ -72,8 +71,7 @@ def serve(
     from gateway.observe.logs import setup_logs
 
     try:
-        overrides = {"workers": [{"url": url} for url in worker]} if worker else {}
-        settings = load_config(config, overrides=overrides)
+        settings = load_config(config, worker_urls=worker or ())
         if check:
             from gateway.prompt.model import find_problems
 
@@ -205,8 +203,12 @@ def worker(
     """Run a simulated worker: to whoever looks from outside, a vLLM."""
     import uvloop
 
-    from sim.server import WorkerSettings
+    from sim.server import SimWorker, WorkerSettings
     from sim.server import serve as serve_worker
+
+    def announce(served: SimWorker) -> None:
+        events = "" if served.publisher is None else f", KV events at {served.publisher.endpoint}"
+        typer.echo(f"kvway worker: {model} at {served.url}{events}")
 
     try:
         settings = WorkerSettings(
@@ -236,7 +238,7 @@ def worker(
             lmcache_proxy=lmcache_proxy,
             pull_back_s=pull_back_s,
         )
-        raise typer.Exit(uvloop.run(serve_worker(settings)))
+        raise typer.Exit(uvloop.run(serve_worker(settings, announce)))
     except (ValueError, OSError) as error:
         _fail(f"kvway worker: {error}")
 
@@ -268,6 +270,9 @@ def demo(
         typer.echo(json.dumps(answer))
     else:
         print_result(answer, Console())
+
+
+app.command()(load)
 
 
 def main() -> None:

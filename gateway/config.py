@@ -7,11 +7,11 @@ Precedence: environment (``KVWAY_SERVER__PORT=9000``) over file over default.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from gateway.config_sections import OnDisk, Port, Seconds, Section
 from gateway.config_source import describe_mistakes, overlay_environment, read_yaml, without_password
@@ -22,6 +22,7 @@ from gateway.config_workers import PrefillConfig as PrefillConfig
 from gateway.config_workers import ReplicationConfig as ReplicationConfig
 from gateway.config_workers import WorkerConfig as WorkerConfig
 from gateway.errors import ConfigError
+from gateway.index.redis_address import parse_url
 from policies.base import PolicyError, create_policy
 from policies.order import OrderError, create_order
 
@@ -216,6 +217,12 @@ class IndexConfig(Section):
         "what it holds (vllm_xargs.kv_cache_report_mode); 0 where gateways that are no replicas of this one listen too",
     )
 
+    @field_validator("url")
+    @classmethod
+    def _leads_somewhere(cls, value: str) -> str:
+        parse_url(value)
+        return value
+
     @model_validator(mode="after")
     def _secrets_go_together(self) -> IndexConfig:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -381,15 +388,13 @@ class Config(Section):
         return self.models.get(model) or self.models.get("*") or ModelConfig()
 
 
-def load_config(
-    path: Path | None, environ: Mapping[str, str] = os.environ, overrides: Mapping[str, Any] | None = None
-) -> Config:
+def load_config(path: Path | None, environ: Mapping[str, str] = os.environ, worker_urls: Sequence[str] = ()) -> Config:
     """Read and validate a configuration.
 
     Args:
         path: YAML file, or None for defaults and environment only.
         environ: where ``KVWAY_*`` overrides are looked up.
-        overrides: top-level sections that win over file and environment (command-line options).
+        worker_urls: of the option ``--worker``; they stand in place of the section ``workers``.
 
     Raises:
         ConfigError: the file cannot be read or parsed, or a key or value is wrong. One line per mistake.
@@ -397,7 +402,9 @@ def load_config(
     raw = read_yaml(path) if path is not None else {}
     mistakes: list[str] = []
     origins = overlay_environment(raw, environ, Config, mistakes)
-    raw.update(overrides or {})
+    if worker_urls:
+        raw["workers"] = [{"url": url} for url in worker_urls]
+        origins["workers",] = "--worker"
     try:
         config = Config.model_validate(raw, context="files must exist")
     except ValidationError as error:

@@ -12,6 +12,8 @@ def _on_disk(path: Path, info: ValidationInfo) -> Path:
     # Only what an operator wrote is held against the disk (`load_config`), not what code builds.
     if info.context is not None and not path.exists():
         raise ValueError(f"{path} does not exist")
+    if info.context is not None and path.is_dir():
+        raise ValueError(f"{path} is a directory; name the file itself")
     return path
 
 

@@ -19,7 +19,7 @@ from gateway.errors import ConfigError
 PREFIX: Final = "KVWAY_"
 
 Origins = dict[tuple[str, ...], str]
-"""Key path → the environment variable that set it."""
+"""Key path → the environment variable, or command-line option, that set it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -144,12 +144,16 @@ def _plain(kind: str, message: str, given: str) -> str:
     """Say a pydantic message in the words of someone who writes YAML."""
     if kind == "missing":
         return "is required"
+    if kind == "json_invalid":
+        return message
     if kind == "value_error":
         return message.removeprefix("Value error, ")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         message = "must be a mapping of keys"
     elif kind == "tuple_type":
         message = "must be a list"
+    elif kind == "path_type":
+        message = "must be a path"
     return f"{message.replace('Input should', 'must').replace('String should', 'must')}, not {given}"
 
 

@@ -12,6 +12,7 @@ import math
 import sys
 import tempfile
 import time
+from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,7 +179,8 @@ async def _fleet(policy: str, capacity: int, speed: float) -> AsyncIterator[str]
             # Ports that are free now may be taken by the time a process binds them: then try others.
             url, admin, commands = _commands(policy, capacity, speed, Path(folder))
             processes = [
-                await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway.cli", *c) for c in commands
+                await asyncio.create_subprocess_exec(sys.executable, "-m", "gateway.cli", *command, stdout=DEVNULL)
+                for command in commands
             ]
             try:
                 await _until_ready(admin, len(TIERS), processes)

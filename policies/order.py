@@ -203,7 +203,7 @@ def create_order(name: str, params: Mapping[str, Any] | None = None) -> ReleaseO
     if order is None:
         near = get_close_matches(name, ORDERS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise OrderError(f"unknown release order {name!r}.{hint} Known orders: {', '.join(sorted(ORDERS))}.")
+        raise OrderError(f"unknown release order {name!r}.{hint} Known orders: {', '.join(sorted(ORDERS))}; or none.")
     try:
         return order(msgspec.convert(finite(params or {}), order.Params))
     except msgspec.ValidationError as error:

@@ -51,7 +51,7 @@ def _print(title: str, columns: list[str], rows: list[list[str]], caption: str =
 
     table = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console(markup=False).print(table)

@@ -135,7 +135,8 @@ class SimWorker:
                 {adapter: number for number, adapter in enumerate(settings.adapters, 1)},
             )
         except zmq.ZMQError as error:
-            raise ValueError(f"KV event endpoints {settings.kv_events}, {settings.kv_replay}: {error}") from None
+            endpoints = ", ".join(filter(None, (settings.kv_events, settings.kv_replay)))
+            raise ValueError(f"KV event endpoints {endpoints}: {error}") from None
         self._replays = asyncio.get_running_loop().create_task(self.publisher.serve_replays())
 
     async def _start_http(self, endpoints: Endpoints, listener: socket.socket) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def admin_app(gateway: Gateway) -> FastAPI:
     """Build the app behind the admin port."""
     app = FastAPI(title="kvway admin", docs_url="/docs", redoc_url=None)
-    install_error_handlers(app)
+    install_error_handlers(app, "This is the admin port; /docs shows what it has.")
     add_policy_paths(app, gateway)
     add_recorder_paths(app, gateway)
     add_cache_paths(app, gateway)

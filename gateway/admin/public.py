@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def public_app(gateway: Gateway) -> FastAPI:
     """Build the app behind the public port; inference paths never reach it."""
     app = FastAPI(title="kvway", docs_url=None, redoc_url=None, openapi_url=None)
-    install_error_handlers(app)
+    install_error_handlers(app, "Inference is under /v1/, metrics and /admin on the admin port (server.admin_port).")
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> dict[str, str]:
@@ -50,8 +50,13 @@ def public_app(gateway: Gateway) -> FastAPI:
     return app
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Make every error an OpenAI-shaped one."""
+def install_error_handlers(app: FastAPI, hint: str) -> None:
+    """Make every error an OpenAI-shaped one.
+
+    Args:
+        app: whose errors.
+        hint: where to look instead of an unknown path.
+    """
 
     @app.exception_handler(GatewayError)
     async def on_gateway_error(_: Request, error: GatewayError) -> Response:
@@ -64,10 +69,10 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(404)
     async def on_unknown_path(request: Request, _: Exception) -> Response:
-        error = NotFound(f"There is nothing at {request.url.path}. Inference is under /v1/.")
+        error = NotFound(f"There is nothing at {request.url.path}. {hint}")
         return Response(error.body(), error.status, media_type="application/json")
 
     @app.exception_handler(405)
-    async def on_wrong_method(request: Request, _: Exception) -> Response:
+    async def on_wrong_method(request: Request, refusal: HTTPException) -> Response:
         error = BadRequest(f"{request.url.path} does not take {request.method}.")
-        return Response(error.body(), 405, media_type="application/json")
+        return Response(error.body(), 405, refusal.headers, media_type="application/json")

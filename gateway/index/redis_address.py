@@ -7,8 +7,6 @@ from typing import Any, Final, Literal
 
 from redis.asyncio.connection import parse_url as parse_server_url
 
-from gateway.errors import ConfigError
-
 _REDIS_PORT: Final = 6379
 _SENTINEL_PORT: Final = 26379
 
@@ -44,7 +42,7 @@ def parse_url(url: str) -> Place:
     """Parse a URL as ``index.url`` describes it: as redis-py does, but for several hosts, and Sentinels' service.
 
     Raises:
-        ConfigError: it cannot be understood. The message repeats no password.
+        ValueError: it cannot be understood. The message repeats no password.
     """
     scheme, _, rest = url.partition("://")
     protocol, _, topology = scheme.partition("+")
@@ -53,25 +51,25 @@ def parse_url(url: str) -> Place:
         server = _server(url, rest.rpartition("@")[2])
         return Place(kind, path=server["path"], **_login(server))
     if set(rest.rpartition("@")[0]) & set("/?#"):
-        raise ConfigError("index.url: in a user or password, / ? # are written %2F %3F %23")
+        raise ValueError("in a user or password, / ? # are written %2F %3F %23")
     network, _, db = rest.partition("/")
     user, at, hosts = network.rpartition("@")
     service = ""
     if kind == "sentinel":
         service, _, db = db.partition("/")
         if not service:
-            raise ConfigError("index.url: name the service that the Sentinels watch, as in .../mymaster")
+            raise ValueError("name the service that the Sentinels watch, as in .../mymaster")
     elif kind == "cluster" and db not in ("", "0"):
-        raise ConfigError("index.url: a cluster has no database but 0")
+        raise ValueError("a cluster has no database but 0")
     if "?" in db:
-        raise ConfigError("index.url: what comes behind the ? is set by keys of their own, such as index.password")
+        raise ValueError("what comes behind the ? is set by keys of their own, such as index.password")
     if db and not db.isdecimal():
-        raise ConfigError(f"index.url: {db!r} is not the number of a database")
+        raise ValueError(f"{db!r} is not the number of a database")
     servers = [_server(f"{protocol}://{user}{at}{host}/{db}", host) for host in hosts.split(",")]
     if kind == "one" and len(servers) > 1:
-        raise ConfigError("index.url: for several servers, write redis+sentinel:// or redis+cluster://")
+        raise ValueError("for several servers, write redis+sentinel:// or redis+cluster://")
     if not all("host" in server for server in servers):
-        raise ConfigError("index.url: there is no host")
+        raise ValueError("there is no host")
     default_port = _SENTINEL_PORT if kind == "sentinel" else _REDIS_PORT
     addresses = tuple((server["host"], server.get("port", default_port)) for server in servers)
     return Place(kind, addresses, service=service, tls=protocol == "rediss", **_login(servers[0]))
@@ -81,7 +79,7 @@ def _server(url: str, shown: str) -> dict[str, Any]:
     try:
         return dict(parse_server_url(url))
     except ValueError as error:
-        raise ConfigError(f"index.url: {shown!r}: {error}") from None
+        raise ValueError(f"{shown!r}: {error}") from None
 
 
 def _login(server: dict[str, Any]) -> dict[str, Any]:

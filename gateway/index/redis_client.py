@@ -69,7 +69,7 @@ class RedisClient:
         is_cluster: whether only keys with the same tag can be named in one command.
 
     Raises:
-        ConfigError: the URL cannot be understood, or a file that is named cannot be used.
+        ConfigError: a file that is named cannot be used.
     """
 
     def __init__(self, config: IndexConfig, timeout_s: float = COMMAND_TIMEOUT_S) -> None:

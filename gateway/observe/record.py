@@ -38,6 +38,6 @@ class RequestRecord(msgspec.Struct):
     predicted_hit_tokens: int = 0
     cached_tokens: int | None = None  # as the engine reported it in usage, None where it did not
     output_tokens: int | None = None
-    routed_at: float = 0.0
+    routed_at: float = 0.0  # first decided about, whatever became of that
     first_byte_at: float = 0.0
     ended_at: float = 0.0

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from gateway.errors import BadRequest, NoWorker
 from gateway.fleet.registry import State, Worker
+from gateway.observe.record import RequestRecord
 from gateway.relay import legs
 from gateway.relay.alone import dispatch_alone, dispatch_to_prefill_worker
 from gateway.relay.answer import Answer
@@ -62,14 +63,14 @@ class HandOver:
         services: the other rooms.
         exchange: whose request it is.
         plan: the request's plan.
-        received_at: when it came, monotonic seconds.
+        record: what is written down about it.
     """
 
-    def __init__(self, services: Services, exchange: Exchange, plan: Plan, received_at: float) -> None:
+    def __init__(self, services: Services, exchange: Exchange, plan: Plan, record: RequestRecord) -> None:
         self._services = services
         self._exchange = exchange
         self._plan = plan
-        self._received_at = received_at
+        self._record = record
         self._fields = legs.read_fields(exchange.body, keep_params=plan.body is not None)
         self._sequences = legs.sequences(exchange.head.path, exchange.body)
         self._whole: bool | None = None  # not decided yet
@@ -103,6 +104,7 @@ class HandOver:
             verdict = await judge(self._services, self._plan, self._sequences)
             self._whole, pairing = not verdict.apart, verdict.pairing
             self._services.hand_overs.decided("whole" if self._whole else "apart")
+            self._record.routed_at = self._record.routed_at or monotonic()  # and not when the prompt is computed
         if tried and (resort := await self._last_resort(tried)) is not None:
             return resort
         if not self._whole:
@@ -339,7 +341,7 @@ class HandOver:
         now, book = monotonic(), self._services.hand_overs
         book.ended(leg.worker, decoder.name, "completed")
         if self._plan.streamed:
-            book.first_token(leg.worker, decoder, now - self._received_at)
+            book.first_token(leg.worker, decoder, now - self._record.received_at)
             if leg.ended_at and leg.worker.config.pd not in ("lmcache", "sglang"):  # which answer after the transfer
                 seconds = now - max(leg.ended_at, self._sent_at)
                 size = float(self._moved_tokens * leg.worker.config.tiers.kv_bytes_per_token)
@@ -372,6 +374,6 @@ def _is_ready(worker: Worker) -> bool:
     return worker.state is State.READY and worker.row >= 0
 
 
-def hand_over(services: Services, exchange: Exchange, plan: Plan, received_at: float) -> HandOver | None:
+def hand_over(services: Services, exchange: Exchange, plan: Plan, record: RequestRecord) -> HandOver | None:
     """Return what takes a request over two workers; None where its prompt is not read."""
-    return HandOver(services, exchange, plan, received_at) if plan.request is not None else None
+    return HandOver(services, exchange, plan, record) if plan.request is not None else None

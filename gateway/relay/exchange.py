@@ -153,12 +153,12 @@ class Exchange:
         services = self._services
         tried: list[Worker] = []
         if services.registry.apart:
-            self._hand_over = hand_over(services, self, plan, self._record.received_at)
+            self._hand_over = hand_over(services, self, plan, self._record)
         while True:
             apart = self._hand_over
             route = self._route = await (dispatch(services, plan, tried) if apart is None else apart.dispatch(tried))
             route.note(self._record)
-            if not self.answer.started:
+            if not self._record.routed_at:
                 self._record.routed_at = monotonic()
             if route.flight.stage == Flight.HELD and not await its_turn(services, plan, route, self.head):
                 # the worker has stopped being ready
@@ -181,7 +181,7 @@ class Exchange:
                 tried, self._held = [worker], None
                 if apart is not None:
                     apart.close()
-                    self._hand_over = hand_over(services, self, plan, self._record.received_at)
+                    self._hand_over = hand_over(services, self, plan, self._record)
                 continue
             delay_s = retry_delay_s(services, plan, tried, failure, self._repeatable)
             if delay_s is None:

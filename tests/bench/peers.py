@@ -134,7 +134,7 @@ def print_cell(workloads: Sequence[Workload], share: float, rows: list[Row], con
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description="kvway beside other routers")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--quick", action="store_true", help="a third of the requests, at 90 % of the capacity only")
+    parser.add_argument("--quick", action="store_true", help="a third of the requests, at 90 %% of the capacity only")
     parser.add_argument("--seeds", type=int, default=1, help="workloads of each kind whose figures are averaged")
     parser.add_argument("--only", nargs="+", choices=list(SOURCES), default=list(SOURCES), help="leave out the rest")
     options = parser.parse_args()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from math import inf
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -85,6 +86,21 @@ async def test_nixl_legs_are_what_vllm_expects() -> None:
     asked = msgspec.json.decode(second.body)
     assert asked.pop("kv_transfer_params") == msgspec.json.decode(NIXL_PARAMS)
     assert asked == sent
+
+
+async def test_a_prefill_is_no_part_of_the_time_that_a_decision_takes() -> None:
+    async def prefills(wire: Wire, _: Message) -> None:
+        asked_at.append(monotonic())
+        wire.send(PREFILLED)
+
+    asked_at: list[float] = []
+    async with (
+        FakeWorker(prefills) as prefill,
+        FakeWorker(answers(response())) as decode,
+        relay([prefill, decode], settings=ROLES, disaggregation=ALWAYS) as rig,
+    ):
+        assert (await ask(rig, CHAT)).status == 200
+        assert (await rig.settled()).routed_at <= asked_at[0]
 
 
 async def test_sglang_legs_meet_in_one_room_per_sequence() -> None:

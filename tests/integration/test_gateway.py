@@ -212,6 +212,17 @@ async def test_metrics_are_valid_and_count_requests_by_worker(
     assert {sample.labels["worker"] for sample in after["kvway_kv_events"].samples} == {"worker-0", "worker-1"}
 
 
+async def test_either_port_says_where_else_to_look(gateway: Gateway, admin: httpx.AsyncClient) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as public:
+        missed = await public.get("/metrics")
+        wrong = await public.post("/health")
+    message = "There is nothing at /metrics. Inference is under /v1/, metrics and /admin on the admin port"
+    assert (missed.status_code, missed.json()["error"]["message"]) == (404, f"{message} (server.admin_port).")
+    assert (wrong.status_code, sorted(wrong.headers["allow"].split(", "))) == (405, ["GET", "HEAD"])
+    message = "There is nothing at /v1/models. This is the admin port; /docs shows what it has."
+    assert (await admin.get("/v1/models")).json()["error"]["message"] == message
+
+
 async def test_a_drained_worker_gets_no_new_requests(
     gateway: Gateway, client: openai.AsyncOpenAI, admin: httpx.AsyncClient
 ) -> None:
@@ -304,3 +315,9 @@ asyncio.run(main())
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
     assert said.split()[-1:] == [b"True"]
+
+
+async def test_a_gateway_that_nobody_gave_workers_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"server": {"host": "127.0.0.1", "port": 0, "admin_port": 0}}
+    async with Gateway(Config.model_validate(config)):
+        assert "no workers are configured" in caplog.text

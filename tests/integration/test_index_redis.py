@@ -8,8 +8,6 @@ import random
 import pytest
 import redis
 
-from gateway.config import IndexConfig
-from gateway.errors import ConfigError
 from gateway.index.publisher import FIRST_PRIVATE_SLOT
 from gateway.index.redis import RedisIndex
 from policies.base import Tier
@@ -227,11 +225,6 @@ async def test_passwords_are_used_and_not_logged(
     assert "out of reach" in caplog.text
     assert "-one" not in caplog.text
     assert "redis.credentials" not in {record.name for record in caplog.records}  # it warned at every connection
-
-
-def test_a_url_that_is_not_one_of_redis_is_a_mistake_in_the_configuration() -> None:
-    with pytest.raises(ConfigError, match=r"index\.url"):
-        RedisIndex(IndexConfig(backend="redis", url="redis://127.0.0.1:none"))
 
 
 async def _has_number(index: RedisIndex, slot: int, number: int) -> bool:

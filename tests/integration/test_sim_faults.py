@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
-import sys
 from asyncio.subprocess import PIPE
 
 import httpx
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from sim.server import Fault, SimWorker, WorkerSettings
+from tests.processes import kvway
 from tests.sim_clients import DONE, scrape, stream, until, worker_and_client
 
 TEXT = "/v1/completions"
@@ -141,18 +142,15 @@ async def test_nothing_of_a_worker_is_left_when_it_is_closed():
     assert asyncio.all_tasks() == before
 
 
-SERVE = """
-import asyncio, sys
-from sim.server import WorkerSettings, serve
-sys.exit(asyncio.run(serve(WorkerSettings(), lambda worker: print(worker.url, flush=True))))
-"""
-
-
 @pytest.mark.parametrize(("end", "code"), [("signal", 0), ("die", 1)])
-async def test_a_process_ends_with_a_code_that_says_how(end, code):
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVE, stdout=PIPE, stderr=PIPE)
+async def test_a_process_says_where_it_serves_and_ends_with_a_code_that_says_how(end, code):
+    command = kvway("worker", "--port", "0", "--kv-events", "tcp://127.0.0.1:0")
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
-    url = (await process.stdout.readline()).decode().strip()
+    line = (await process.stdout.readline()).decode()
+    said = re.fullmatch(r"kvway worker: sim at (http://127.0.0.1:\d+), KV events at tcp://127.0.0.1:\d+\n", line)
+    assert said, line
+    url = said[1]
     if end == "signal":
         process.send_signal(signal.SIGTERM)
     else:

@@ -7,7 +7,7 @@ import pytest
 from sim.load.scenario import read_scenario
 from sim.profiles import find_profile
 from sim.requests import SimRequest, Trace
-from tests.bench.peers import KVWAY, QUICK_SOURCES, SOURCES, mean, targets
+from tests.bench.peers import KVWAY, QUICK_SOURCES, SOURCES, main, mean, targets
 from tests.bench.peers_fleet import BLOCK_TOKENS, DECODING, PROFILE, busy_s, limit, read_workload, tokenized
 
 
@@ -15,6 +15,13 @@ def row(router: str, ttft_s: float, rate: float = 10.0, hit_rate: float = 0.8, *
     times = dict.fromkeys(("ttft_p50_s", "ttft_p90_s", "ttft_p99_s"), ttft_s)
     cell = {"workload": "w", "share": 0.9, "router": router, "failed": 0, "problem": ""}
     return {**cell, **times, "requests_per_s": rate, "hit_rate": hit_rate, **fields}
+
+
+def test_the_options_are_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["peers", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert "at 90 % of the capacity only" in capsys.readouterr().out
 
 
 BEST, FAR_BELOW = "w_90%_best", "w_90%_ttft_p90_20%_below"

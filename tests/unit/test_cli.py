@@ -31,7 +31,7 @@ def answering(status: int, body: Any) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.send_response(status)
+            self.send_response(404 if self.path.startswith("//") else status)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
@@ -44,6 +44,11 @@ def answering(status: int, body: Any) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_an_admin_address_may_end_with_a_slash() -> None:
+    with answering(501, {"error": {"message": "Engines cannot pin."}}) as url:
+        assert kvway("cache", "pin", "--text", "a", "--admin", f"{url}/").exit_code == 3
 
 
 @pytest.fixture

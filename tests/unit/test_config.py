@@ -113,9 +113,12 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
         ("server: {port: 8000, admin_port: 8000}", "kvway.yaml: server: port and admin_port are both 8000"),
         ("models: {llama: {source: tokenizer}}", "kvway.yaml: models.llama: source is 'tokenizer', but no tokenizer"),
         ("index: {url: nonsense}", "kvway.yaml: index.url: must match pattern"),
+        ("index: {url: 'redis://h/x'}", "kvway.yaml: index.url: 'x' is not the number of a database"),
         ("health: {path: health}", "kvway.yaml: health.path: must match pattern"),
         ("health: {path: /a b}", "kvway.yaml: health.path: must match pattern"),
         ("? [a]\n: 1", "kvway.yaml: is not valid YAML: a key must be a plain word"),
+        ("workers: [{url: 'http://a:1', api_key_file: /}]", "kvway.yaml: workers[0].api_key_file: / is a directory"),
+        ("models: {llama: {tokenizer: [a]}}", "kvway.yaml: models.llama.tokenizer: must be a path, not a list"),
         (
             "models: {llama: {chat_template: /nowhere}}",
             "kvway.yaml: models.llama.chat_template: /nowhere does not exist",
@@ -285,10 +288,12 @@ def test_the_environment_wins_over_the_file(load):
     assert (config.server.port, config.server.host, config.log.requests) == (2, "a", False)
 
 
-def test_command_line_overrides_win_over_the_environment():
+def test_workers_of_the_command_line_win_over_the_environment_and_answer_for_their_mistakes():
     environ = {"KVWAY_WORKERS": "[{url: 'http://a:1'}]"}
-    config = load_config(None, environ, overrides={"workers": [{"url": "http://b:1"}]})
+    config = load_config(None, environ, worker_urls=["http://b:1"])
     assert [worker.url for worker in config.workers] == ["http://b:1"]
+    with pytest.raises(ConfigError, match=r"^--worker: workers\[0\].url: 'b' is not a worker URL"):
+        load_config(None, environ, worker_urls=["b"])
 
 
 def test_the_environment_sets_lists_and_parameters_as_yaml(load):
@@ -395,11 +400,16 @@ def test_a_model_takes_its_own_settings_then_the_default_ones():
     assert [config.model_config_for(model).source for model in ("a", "b")] == ["engine", "bytes"]
 
 
-@pytest.mark.parametrize("password", ["secret", "a@secret", "a/secret", "a:secret"])
-def test_the_password_in_a_url_is_masked_whatever_it_holds(mistakes, password):
+@pytest.mark.parametrize("password", ["secret", "a@secret", "a%2Fsecret", "a:secret"])
+def test_the_password_in_a_url_is_masked_whatever_it_holds(password):
     config = Config.model_validate({"index": {"url": f"redis://user:{password}@host"}})
     assert config.masked()["index"]["url"] == "redis://user:***@host"
-    (line,) = mistakes(f"index: {{url: 'rdis://user:{password}@host'}}")
+
+
+@pytest.mark.parametrize("url", ["rdis://user:{}@host", "redis://user:{}@host:port", "redis+sentinel://user:{}@host"])
+@pytest.mark.parametrize("password", ["secret", "a@secret", "a/secret", "a:secret"])
+def test_what_is_wrong_with_a_url_is_told_without_its_password(mistakes, url, password):
+    (line,) = mistakes(f"index: {{url: '{url.format(password)}'}}")
     assert "secret" not in line
 
 

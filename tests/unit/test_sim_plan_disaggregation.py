@@ -136,5 +136,6 @@ def test_mistakes_are_said_in_one_line(words: list[str], message: str) -> None:
 
 def test_the_table_names_every_link_and_says_never() -> None:
     shown = kvway("plan", "disaggregation", "--itl", 0.02).stdout
+    assert "…" not in shown, "a name was cut"
     for name in ("nvlink", "roce-100g", "never", "prefill workers per decode worker"):
         assert name in shown
