@@ -219,9 +219,14 @@ class Publisher:
         # Until the next await, nobody sees the masks of the new generation with the owners of the one before.
         self.heard_at = asked_at
         # A slot is lost if its lease ran out while Redis could not be reached, and a new generation gave it away.
-        for slot in [slot for slot, number in self._numbers.items() if number in lost]:
+        gone = [slot for slot, number in self._numbers.items() if number in lost]
+        for slot in gone:
             del self._numbers[slot]
             self._waiting.pop(slot, None)
+        if self._store.generation == generation and not self._leaving.issuperset(gone):
+            # The server has forgotten who had it, perhaps for want of memory: whoever gets it would have what we wrote.
+            self._begin_generation = True
+            self._renew_now.set()
         if changed:
             self._owners_changed(changed)
         if self._store.generation != generation:
