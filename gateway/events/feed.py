@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -158,7 +159,8 @@ class Feed:
             if self._pool is None:
                 assembler.apply(events)
             else:
-                dropped.append(await self._apply_to_pool(assembler, events, batch.time_s or time.time()))
+                at = min(batch.time_s or math.inf, time.time())  # a removal dated ahead would count for long
+                dropped.append(await self._apply_to_pool(assembler, events, at))
         if time.monotonic() > self._age_at:
             self._age_at = time.monotonic() + _AGE_S
             assembler.age()

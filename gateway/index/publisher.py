@@ -78,7 +78,7 @@ class Publisher:
         self._max_waiting = config.max_chunks
         self._rewrite_s = max(1.0, config.ttl_s) / 2
         self._owners_changed = owners_changed
-        self._replica = uuid4().hex[:12]
+        self._claimed_by = f"{uuid4().hex[:12]}."  # whoever we claim a slot for
         self._claims = count()
         self._private = count(FIRST_PRIVATE_SLOT)
         self._owners: dict[int, str] = {}  # our slots, until nothing is left of them in Redis → owner
@@ -119,13 +119,17 @@ class Publisher:
         """Return whether ``slot`` is ours, or was and has not been swept from Redis yet."""
         return slot in self._owners
 
+    def is_ours(self, owner: str) -> bool:
+        """Return whether an owner, as Redis knows it, is of this replica."""
+        return owner.startswith(self._claimed_by)
+
     def number(self, slot: int) -> int:
         """Return the number of ``slot`` in Redis; -1 while it has none."""
         return self._numbers.get(slot, -1) if slot in self._owners else slot
 
     async def claim(self, worker: str) -> int:
         """Return a slot for ``worker``: within a second, and a private one if Redis is away."""
-        owner = f"{self._replica}.{next(self._claims)} {worker}"  # another for each claim: freeing twice is harmless
+        owner = f"{self._claimed_by}{next(self._claims)} {worker}"  # another for each claim: freeing twice is harmless
         number = None
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
@@ -219,9 +223,14 @@ class Publisher:
         # Until the next await, nobody sees the masks of the new generation with the owners of the one before.
         self.heard_at = asked_at
         # A slot is lost if its lease ran out while Redis could not be reached, and a new generation gave it away.
-        for slot in [slot for slot, number in self._numbers.items() if number in lost]:
+        gone = [slot for slot, number in self._numbers.items() if number in lost]
+        for slot in gone:
             del self._numbers[slot]
             self._waiting.pop(slot, None)
+        if self._store.generation == generation and not self._leaving.issuperset(gone):
+            # The server has forgotten who had it, perhaps for want of memory: whoever gets it would have what we wrote.
+            self._begin_generation = True
+            self._renew_now.set()
         if changed:
             self._owners_changed(changed)
         if self._store.generation != generation:

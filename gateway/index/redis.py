@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence, Set
 from time import monotonic
+from typing import Final
 
 from gateway.config import IndexConfig
 from gateway.index.publisher import FIRST_PRIVATE_SLOT, Counters, Publisher
@@ -20,6 +21,9 @@ from gateway.index.speculation import Overlay, SpeculativePrompt
 from gateway.index.table import ChunkTable
 from policies.base import Residency, Tier
 from policies.chunks import DIGEST_BYTES
+
+_FIRST_ALIAS: Final = 1 << 40
+"""From here on, others' slots whose numbers are names of slots of ours: these have another number by now."""
 
 
 class RedisIndex:
@@ -85,18 +89,28 @@ class RedisIndex:
 
     def number(self, slot: int) -> int:
         """Return what other replicas call ``slot``; -1 while they do not know it."""
-        return self._publisher.number(slot)
+        return slot - _FIRST_ALIAS if slot >= _FIRST_ALIAS else self._publisher.number(slot)
+
+    def called(self, number: int) -> int:
+        """Return what another replica's slot is called here, by its number in Redis."""
+        return number + _FIRST_ALIAS if self._publisher.owns(number) else number
 
     def is_others(self, slot: int, worker: str) -> bool:
         """Return whether ``slot`` is one that another replica has for ``worker``, as far as we know.
 
         A slot that is not, may be another worker's by now.
         """
-        return not self._publisher.owns(slot) and self._store.owners.get(slot, "").partition(" ")[2] == worker
+        owner = self._store.owners.get(self._number_among_others(slot), "")
+        return owner.partition(" ")[2] == worker and not self._publisher.is_ours(owner)
 
     def slots_of(self, owner: str) -> list[int]:
         """Return the slots that other replicas have for ``owner`` and keep right, as far as we know."""
-        return [slot for slot in self._store.owners if slot not in self._store.dead and self.is_others(slot, owner)]
+        dead, is_ours = self._store.dead, self._publisher.is_ours
+        return [
+            self.called(number)
+            for number, has_it in self._store.owners.items()
+            if has_it.partition(" ")[2] == owner and number not in dead and not is_ours(has_it)
+        ]
 
     def on_owners(self, changed: Callable[[], None]) -> None:
         """Have ``changed`` called whenever ``is_others`` may have another answer, before anybody asks ``residency``."""
@@ -186,6 +200,8 @@ class RedisIndex:
         return masks
 
     def _number_among_others(self, slot: int) -> int:
+        if slot >= _FIRST_ALIAS:
+            return slot - _FIRST_ALIAS
         return -1 if slot >= FIRST_PRIVATE_SLOT or self._publisher.owns(slot) else slot
 
     def _owners_changed(self, slots: set[int]) -> None:

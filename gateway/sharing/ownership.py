@@ -101,12 +101,12 @@ class Ownership:
 
     def _slot_elsewhere(self, worker: Worker) -> int:
         record = self._records.get(worker.name)
-        return NO_SLOT if record is None else record.slot
+        return NO_SLOT if record is None else self._index.called(record.slot)
 
     def _is_unknown(self, worker: Worker) -> bool:
         """Whether another replica has a slot for ``worker`` that the index does not know to be its."""
         slot = self._slot_elsewhere(worker)
-        if slot < 0 or self._feeds.follows(worker) or slot == self._index.number(worker.slot):
+        if slot < 0 or self._feeds.follows(worker) or self._index.number(slot) == self._index.number(worker.slot):
             return False
         return not self._index.is_others(slot, worker.name)
 

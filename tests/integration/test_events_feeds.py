@@ -534,8 +534,8 @@ class PoolOfTwo:
         await self.tell("b", removed([6], medium="EXTERNAL"))
         await self.holds(8, 4)
 
-    async def tell(self, name: str, *events: Any, drop: bool = False) -> None:
-        await self.engines[name].publish(payload=batch(*events, at=time.time()), drop=drop)
+    async def tell(self, name: str, *events: Any, drop: bool = False, ahead_s: float = 0) -> None:
+        await self.engines[name].publish(payload=batch(*events, at=time.time() + ahead_s), drop=drop)
 
     async def holds(self, *expected: int) -> None:
         """Wait until both workers are believed to reach so many tokens of the prompt, and of the other one."""
@@ -584,6 +584,13 @@ async def test_what_a_member_is_read_anew_to_have_put_into_a_pool_may_be_gone_si
     await until(lambda: pool.fleet.feeds.stats["a"].replayed)
     await pool.tell("a", stored([7, 8], OTHER, medium="EXTERNAL"))
     await pool.holds(4, 8)
+
+
+async def test_what_a_member_whose_clock_is_ahead_drops_from_a_pool_can_be_announced_again(pool):
+    await pool.tell("b", removed([3, 4], medium="EXTERNAL"), ahead_s=3600)
+    await pool.holds(4, 4)
+    await pool.tell("a", stored([3, 4], PROMPT[4:], parent=2, medium="EXTERNAL"))
+    await pool.holds(8, 4)
 
 
 async def test_an_lmcache_server_of_nobody_is_ignored(fleet):

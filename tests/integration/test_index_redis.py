@@ -156,9 +156,23 @@ async def test_a_slot_that_was_given_away_is_written_no_more(replica: Replica, a
     admin.hset("lost:{slots}:owners", "0", "another replica")
     await until(lambda: _has_number(one, slot, 2))
     await one.store(slot, chunks, Tier.HBM)
-    await one.flush()
+    await until(lambda: says(other, chunks, 2, 5))
     assert await hits(one, chunks, [slot]) == [5]
-    assert await hits(other, chunks, [0, 2]) == [0, 5]
+    assert await hits(other, chunks, [0]) == [0]
+
+
+async def test_what_is_written_under_a_slot_that_the_server_forgot_is_not_its_next_owners(
+    replica: Replica, admin: redis.Redis
+) -> None:
+    one, other = replica(namespace="forgotten"), replica(namespace="forgotten")
+    slot = await one.acquire_slot("a")
+    chunks = prompt(5)
+    await one.store(slot, chunks, Tier.HBM)
+    await one.flush()
+    await until(lambda: says(other, chunks, 0, 5))
+    admin.delete("forgotten:{slots}:owners")  # as a full server may
+    await until(lambda: says(other, chunks, 0, 0))
+    await until(lambda: says(other, chunks, 1, 5))
 
 
 async def test_speculations_are_seen_where_they_were_made_for_any_replicas_slots(replica: Replica) -> None:

@@ -192,6 +192,25 @@ async def test_our_own_slots_are_not_taken_for_others_that_redis_calls_the_same(
     assert await reader.takes_for("worker-1") == set()
 
 
+async def test_anothers_slot_is_known_although_one_of_ours_had_its_number_before(
+    config: IndexConfig, valkey: Valkey, follower: Follower, reader: Reader
+) -> None:
+    own = await reader.index.acquire_slot("worker-5")
+    await reader.index.store(own, CHAINS["worker-5"], Tier.HBM)
+    slots = f"{config.namespace}:{{slots}}"
+    with redis.Redis.from_url(valkey.url) as admin:
+        admin.hset(f"{slots}:owners", str(own), "follower.9 nobody")
+        await until(lambda: reader.index.number(own) not in (own, -1))
+        admin.hdel(f"{slots}:owners", str(own))
+        admin.zrem(f"{slots}:leases", str(own))
+    number = await follower.follow("worker-0")
+    assert number == own
+    await reader.told({"worker-0": number})
+    await until(lambda: reader.knows("worker-0"))
+    assert await hits(reader.index, CHAINS["worker-5"], [own]) == [3]
+    assert reader.index.slots_of("worker-0") == [reader.registry.workers["worker-0"].slot]
+
+
 async def test_no_slot_stays_behind_however_often_a_worker_goes_and_comes_back(reader: Reader) -> None:
     worker = reader.registry.workers["worker-0"]
     await reader.own("worker-0")
