@@ -15,8 +15,8 @@ For every candidate, in seconds::
 A conversation stays where its cache is as long as moving would cost more than waiting. A new one is charged with the
 room that it is going to need, so that new conversations spread over the caches' capacity. A prefix from which many
 conversations start (a system prompt, a set of tools) is worth holding everywhere: once it has been met more often than
-there are workers, only a share of its prefill is charged to those that do not hold it yet. The room that it takes there is
-charged whole: a copy that pushes others out is paid for by all who miss them, however often it is used itself.
+there are workers, only a share of its prefill is charged to those that do not hold it yet. The room that it takes there
+is charged whole: a copy that pushes others out is paid for by all who miss them, however often it is used itself.
 """
 
 from __future__ import annotations
