@@ -15,7 +15,8 @@ For every candidate, in seconds::
 A conversation stays where its cache is as long as moving would cost more than waiting. A new one is charged with the
 room that it is going to need, so that new conversations spread over the caches' capacity. A prefix from which many
 conversations start (a system prompt, a set of tools) is worth holding everywhere: once it has been met more often than
-there are workers, only a share of its prefill is charged to those that do not hold it yet.
+there are workers, only a share of its prefill is charged to those that do not hold it yet. The room that it takes there
+is charged whole: a copy that pushes others out is paid for by all who miss them, however often it is used itself.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ A, B, C = (COLUMNS.index(f"prefill_{letter}_s") for letter in "abc")
 # One value per candidate: a list or tuple of a small fleet, an array of a large one.
 Values = list[Any] | tuple[Any, ...] | NDArray[Any]
 
-# state, hit, tokens by tier or None where all of them are in HBM, turnover, and what fetching saves where workers can
-# → the terms of `_Terms`
+# state, hit that is charged for, hit that is there, tokens by tier or None where all of them are in HBM, turnover, and
+# what fetching saves where workers can → the terms of `_Terms`
 _Formula = Callable[..., tuple[Any, ...]]
 
 
@@ -140,7 +141,7 @@ class ExpectedCost:
 
         weigh = self._formula(prompt, now, start.fresh, traffic)
         saved = None if fleet.pulls is None else _saved(fleet.pulls, fleet, charged, residency)
-        terms = _evaluate(weigh, fleet, charged, residency, traffic, saved)
+        terms = _evaluate(weigh, fleet, charged, hits, residency, traffic, saved)
         over = self._over(terms, prompt, fleet)
         row, reason = self._choose(terms, over, start, fleet)
 
@@ -189,7 +190,7 @@ class ExpectedCost:
         reuse, decode_weight = params.reuse, params.decode_weight
         middle = prompt * 0.5  # where in a context as long as this one a displaced token is computed again, on average
 
-        def weigh(state: Any, hit: Any, tiers: Any, turnover: Any, saved: Any = None) -> tuple[Any, ...]:
+        def weigh(state: Any, hit: Any, there: Any, tiers: Any, turnover: Any, saved: Any = None) -> tuple[Any, ...]:
             # in the order of policies.base.COLUMNS
             pending_tokens, pending_s, since, _, decode_tokens, _, _, _, _, a, b, c, host_s, disk_s, remote_s = state
             new = prompt - hit
@@ -202,7 +203,7 @@ class ExpectedCost:
             if saved is not None:
                 work = work - saved
             pi = work * 0.5 * crowding
-            displacement = (new + growth) * (b + c * middle) * turnover * reuse
+            displacement = (prompt - there + growth) * (b + c * middle) * turnover * reuse
             excess = (pending_tokens + decode_tokens * decode_weight - prompt) * b
             return wait + (pi + 1.0) * (work + displacement), excess, work, wait, pi, displacement
 
@@ -247,17 +248,24 @@ def _saved(pulls: PullLinks, fleet: FleetView, hits: Values, residency: Residenc
 
 
 def _evaluate(
-    weigh: _Formula, fleet: FleetView, hits: Values, residency: Residency, traffic: Traffic, saved: Values | None
+    weigh: _Formula,
+    fleet: FleetView,
+    charged: Values,
+    hits: Values,
+    residency: Residency,
+    traffic: Traffic,
+    saved: Values | None,
 ) -> _Terms:
     if not isinstance(hits, np.ndarray):
         tiers_of = [tiers if tiers[1] or tiers[2] or tiers[3] else None for tiers in residency.tiers()]
-        figures = [fleet.state.T.tolist(), hits, tiers_of, traffic.turnover.tolist()]
+        figures = [fleet.state.T.tolist(), charged, hits, tiers_of, traffic.turnover.tolist()]
         scores = map(weigh, *figures, *(() if saved is None else (saved,)))
         return _Terms(*zip(*scores, strict=True))
     # as floats, side by side: a cast in every operation would cost as much as the operation
     below = np.count_nonzero(residency.by_tier[:, Tier.HOST :])
     tiers = residency.by_tier.T.astype(np.float64, order="C") if below else None
-    return _Terms(*weigh(fleet.state, hits.astype(np.float64), tiers, traffic.turnover, saved))
+    there = hits.astype(np.float64)
+    return _Terms(*weigh(fleet.state, there if charged is hits else charged, there, tiers, traffic.turnover, saved))
 
 
 def _explain(

@@ -226,10 +226,10 @@ class KnownDisplacement(ExpectedCost):
         growth = traffic.growth_tokens() if fresh else 0.0
         rows = count()  # candidates are weighed one by one, in their order
 
-        def weigh_knowing(state: Any, hit: Any, tiers: Any, turnover: Any) -> tuple[Any, ...]:
-            cost, excess, work, wait, pi, _ = weigh(state, hit, tiers, turnover)
+        def weigh_knowing(state: Any, hit: Any, there: Any, tiers: Any, turnover: Any) -> tuple[Any, ...]:
+            cost, excess, work, wait, pi, _ = weigh(state, hit, there, tiers, turnover)
             rate = turnover * state[_CAPACITY] / self._params.memory_s
-            queue, new = self._queues[next(rows)], prompt - hit + growth
+            queue, new = self._queues[next(rows)], prompt - there + growth
             displacement = self.lost_s(queue, new, rate, state[_B], state[_C], now)
             return cost + (pi + 1.0) * displacement, excess, work, wait, pi, displacement
 

@@ -216,6 +216,16 @@ def test_a_prefix_that_many_conversations_start_from_spreads(policy):
     assert {decision.worker for decision in still} == {0}
 
 
+@pytest.mark.parametrize("workers", [4, SMALL_FLEET + 1])
+def test_a_prefix_does_not_spread_over_caches_that_are_turned_over(policy, workers):
+    fleet = make_fleet(workers, capacity=20_000)
+    for conversation in range(10 * workers):  # which fill all caches
+        row = np.array([conversation % workers])
+        policy.decide(make_request(10_000, 1000 + conversation), fleet.take(row), Residency.none(1), now=0.0)
+    decisions = start_conversations(policy, fleet, 20 * workers)
+    assert {decision.worker for decision in decisions} == {0}
+
+
 def test_what_is_promised_of_a_spreading_prefix_is_what_the_worker_holds(policy):
     decision = next(d for d in start_conversations(policy, make_fleet(4), 80) if d.worker != 0)
     assert decision.expected_hit_tokens == 0
