@@ -57,6 +57,13 @@ GENERATED: Final = {
         "agents:sessions=60,spread_s=500,turns=20,think_s=3,system_tokens=6000",
         "rag:requests=1000,rate=2,documents=300,document_tokens=5000",
     ),
+    # questions about long documents, half of which fit into the caches
+    "documents": ("rag:requests=1200,documents=80,zipf=0.7,document_tokens=32000,question_tokens=120,output_tokens=200",),
+    # short questions, and beside them long prompts that nobody asks twice
+    "batch": (
+        "tenants:requests=2300,rate=23,tenants=1,system_tokens=800,question_tokens=500,output_tokens=250",
+        "tenants:requests=90,rate=0.9,tenants=1,system_tokens=1,question_tokens=40000,output_tokens=400",
+    ),
 }
 
 
@@ -91,7 +98,8 @@ CELLS: Final = (
     *(Cell("claude-code", ratio, tiers) for tiers in TIERS for ratio in (0.6, 0.9, 1.2, 1.6, 2.2)),
     *(Cell("claude-code", ratio, "host", host_counts=True) for ratio in (1.0, 1.3)),
     *(Cell("mooncake", load, tiers) for tiers in TIERS for load in (0.6, 0.8, 0.95)),
-    *(Cell(name, 0.8, tiers) for tiers in TIERS for name in GENERATED),
+    *(Cell(name, 0.8, tiers) for tiers in TIERS for name in ("saas", "bursts", "toolagent")),
+    *(Cell(name, 0.9) for name in ("documents", "batch")),
 )
 DECISIVE: Final = (
     *(Cell("claude-code", ratio) for ratio in (0.9, 1.2, 1.6)),
