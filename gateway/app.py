@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import sys
+from collections.abc import AsyncIterator
 from typing import Final
 
 import anyio.lowlevel
@@ -42,11 +43,12 @@ from gateway.relay.policies import Policies
 from gateway.relay.polls import PollClient
 from gateway.relay.pool import UpstreamPool
 from gateway.relay.services import Services
+from gateway.reload import compare, follow_workers
 from gateway.replication.replicator import Replicator
 from gateway.replication.seen import SeenPrompts
-from gateway.serving import Server, outlive_hangup, raise_descriptor_limit
+from gateway.serving import Server, raise_descriptor_limit
 from gateway.sharing.sharing import Sharing
-from gateway.tasks import spawn
+from gateway.tasks import spawn, stop
 from policies.chunks import ChunkHasher
 
 log = logging.getLogger("kvway")
@@ -208,8 +210,21 @@ class Gateway:
             if part is not None:
                 await part.close()
 
-    async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends the draining at once."""
+    def take_over(self, config: Config) -> None:
+        """Go on with another configuration as far as it can change while requests run, and log how far that is."""
+        reload = compare(self.config, config)
+        self.services.policies.follow(self.config, reload.config)
+        follow_workers(self.registry, self.config.workers, reload.config.workers)
+        self.config = reload.config
+        self.services.index = self._with_pools()
+        reload.report()
+
+    async def run(self, configs: AsyncIterator[Config]) -> None:
+        """Serve until SIGTERM or SIGINT, then drain. A second SIGINT ends the draining at once.
+
+        Args:
+            configs: whenever the configuration was read again, what it is now; see ``take_over``.
+        """
         loop = asyncio.get_running_loop()
         asked = asyncio.Event()
 
@@ -220,12 +235,17 @@ class Gateway:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-        outlive_hangup()
         raise_descriptor_limit()
         collapse_memory()
         async with self:
+            following = spawn(self._follow(configs), "follow the configuration")
             await asked.wait()
+            await stop(following)
             log.info("draining", extra={"in_flight": self.ledger.in_flight, "drain_s": self.config.server.drain_s})
+
+    async def _follow(self, configs: AsyncIterator[Config]) -> None:
+        async for config in configs:
+            self.take_over(config)
 
     def _with_pools(self) -> ChunkIndex:
         """Return the index as requests see it. Without shared pools nothing lies between."""

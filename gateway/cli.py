@@ -66,12 +66,15 @@ def serve(
     """Run the gateway until SIGTERM, then drain."""
     import uvloop
 
-    from gateway.config import load_config
+    from gateway.config import Config, load_config
     from gateway.errors import ConfigError
     from gateway.observe.logs import setup_logs
 
+    def read() -> Config:
+        return load_config(config, worker_urls=worker or ())
+
     try:
-        settings = load_config(config, worker_urls=worker or ())
+        settings = read()
         if check:
             from gateway.prompt.model import find_problems
 
@@ -82,13 +85,16 @@ def serve(
         setup_logs(settings.log)
 
         async def run() -> int:
+            from gateway.reload import Hangups
+
+            configs = Hangups().configs(read)
             if processes > 1:
                 from gateway.processes.supervisor import supervise
 
-                return await supervise(settings, processes)
+                return await supervise(settings, processes, configs)
             from gateway.app import Gateway
 
-            await Gateway(settings).run()
+            await Gateway(settings).run(configs)
             return 0
 
         code = uvloop.run(run())

@@ -10,9 +10,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 def _on_disk(path: Path, info: ValidationInfo) -> Path:
     # Only what an operator wrote is held against the disk (`load_config`), not what code builds.
-    if info.context is not None and not path.exists():
-        raise ValueError(f"{path} does not exist")
-    if info.context is not None and path.is_dir():
+    if info.context is None:
+        return path
+    try:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be reached: {error.strerror}") from None
+    if path.is_dir():
         raise ValueError(f"{path} is a directory; name the file itself")
     return path
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import resource
-import signal
 import socket
 from collections.abc import Generator
 from typing import Final
@@ -18,8 +16,6 @@ from gateway.certificate import Certificate
 from gateway.config import ServerConfig
 from gateway.errors import ConfigError
 from gateway.keepalive import watch_peer
-
-log = logging.getLogger("kvway.serving")
 
 _RENEW_S: Final = 10  # between two looks at the certificate's files
 
@@ -50,12 +46,6 @@ def raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS names a limit that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def outlive_hangup() -> None:
-    """Let SIGHUP end nothing: to most servers it means that they are to read their configuration anew."""
-    message = "SIGHUP changes nothing: the configuration is read at the start, and renewed certificates are noticed"
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, log.warning, message)
 
 
 class Server(uvicorn.Server):

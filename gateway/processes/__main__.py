@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -20,12 +21,13 @@ _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Become a gateway (its configuration comes as JSON on standard input) or a Valkey (on the socket named)."""
+    """Become a gateway (standard input says its configuration, again whenever it changes) or a Valkey on a socket."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for the supervisor
     parent, role, *arguments = sys.argv[1:]
     _end_with(int(parent), signal.SIGKILL if role == "valkey" else signal.SIGTERM)
     if role == "valkey":
         _become_valkey(Path(arguments[0]))
-    _serve(sys.stdin.buffer.read())
+    _serve()
 
 
 def _end_with(parent: int, number: signal.Signals) -> None:
@@ -52,7 +54,7 @@ def _become_valkey(socket: Path) -> NoReturn:
     os.execve(server, [server, *words], ALLOCATOR | os.environ)  # noqa: S606 - no shell is what we want
 
 
-def _serve(config: bytes) -> None:
+def _serve() -> None:
     import uvloop
 
     from gateway.app import Gateway
@@ -61,17 +63,23 @@ def _serve(config: bytes) -> None:
     from gateway.observe.logs import setup_logs
     from gateway.processes.child import CONFIG_ERROR
 
-    settings = Config.model_validate_json(config)
-    setup_logs(settings.log)
-
     async def run() -> None:
-        await Gateway(settings, reuse_port=True).run()
+        lines = await _standard_input()
+        settings = Config.model_validate_json(await lines.readline())
+        setup_logs(settings.log)
+        await Gateway(settings, reuse_port=True).run(Config.model_validate_json(line) async for line in lines)
 
     try:
         uvloop.run(run())
     except ConfigError as error:
         print(f"kvway: {error}", file=sys.stderr)
         raise SystemExit(CONFIG_ERROR) from None
+
+
+async def _standard_input() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=sys.maxsize)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
 
 
 if __name__ == "__main__":

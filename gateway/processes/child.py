@@ -28,13 +28,13 @@ class Child:
     Args:
         name: for the log.
         arguments: what it is to be; see ``gateway.processes.__main__``.
-        text: what it reads from its standard input.
+        line: what it reads from its standard input, which stays open.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], text: bytes = b"") -> None:
+    def __init__(self, name: str, arguments: Sequence[str], line: bytes = b"") -> None:
         self._name = name
         self._arguments = arguments
-        self._text = text
+        self._line = line
         self._process: Process | None = None
         self._ending = asyncio.Event()
 
@@ -60,6 +60,12 @@ class Child:
                 return 0
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
+    def tell(self, line: bytes) -> None:
+        """Give it another line to read, which is also the one to begin with if it is started anew."""
+        self._line = line
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(line)
+
     def end(self, number: signal.Signals) -> None:
         """Send it a signal, and do not start it anew."""
         self._ending.set()
@@ -75,6 +81,9 @@ class Child:
         )  # fmt: skip
         if self._ending.is_set():
             process.terminate()
-        await process.communicate(self._text)
+        assert process.stdin is not None
+        process.stdin.write(self._line)
+        code = await process.wait()
+        process.stdin.close()
         self._process = None
-        return await process.wait()
+        return code

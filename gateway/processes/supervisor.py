@@ -13,7 +13,7 @@ import asyncio
 import secrets
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +22,9 @@ from typing import Any, Final
 from gateway.config import Config, ServerConfig
 from gateway.errors import ConfigError
 from gateway.processes.child import Child
-from gateway.serving import bind_socket, outlive_hangup
-from gateway.tasks import spawn
+from gateway.reload import compare
+from gateway.serving import bind_socket
+from gateway.tasks import spawn, stop
 
 _VALKEY_START_S: Final = 10.0
 _NO_VALKEY: Final = (
@@ -32,12 +33,13 @@ _NO_VALKEY: Final = (
 )
 
 
-async def supervise(config: Config, n: int) -> int:
+async def supervise(config: Config, n: int, changes: AsyncIterator[Config]) -> int:
     """Run gateway processes until SIGTERM or SIGINT, then let them drain. A second SIGINT ends the draining at once.
 
     Args:
         config: of all of them.
         n: how many.
+        changes: whenever the configuration was read again, what it is now.
 
     Returns:
         Exit code: 0 if all ended as they were asked to.
@@ -53,12 +55,13 @@ async def supervise(config: Config, n: int) -> int:
         raise ConfigError(f"recorder.max_files: {n} processes write {n} files at a time; allow at least as many")
     gateways: list[Child] = []
     asked = _signals_for(gateways)
+    changes = _logged(config, changes)
     with _shared_port(config.server) as port:
         # One salt, so that what the processes record can be read together.
         config = _updated(config, "recorder", salt=config.recorder.salt or secrets.token_hex(16))
         configs = [_nth(config, k, port) for k in range(n)]
         if not embedded:
-            return await _run(gateways, configs, asked)
+            return await _run(gateways, configs, asked, changes)
         with _folder() as folder:
             socket = Path(folder, "valkey.sock")
             configs = [_updated(each, "index", backend="redis", url=f"unix://{socket}") for each in configs]
@@ -66,7 +69,7 @@ async def supervise(config: Config, n: int) -> int:
             keeping = spawn(valkey.keep(), "keep valkey")
             try:
                 await _until_there(socket)
-                return await _run(gateways, configs, asked)
+                return await _run(gateways, configs, asked, changes)
             finally:
                 valkey.end(signal.SIGTERM)
                 await keeping
@@ -83,21 +86,43 @@ def _signals_for(gateways: list[Child]) -> asyncio.Event:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    outlive_hangup()
     return asked
 
 
-async def _run(gateways: list[Child], configs: list[Config], asked: asyncio.Event) -> int:
+async def _logged(config: Config, changes: AsyncIterator[Config]) -> AsyncIterator[Config]:
+    """Yield what is in force after each change, and log it for all: the gateways see only what they can take over."""
+    async for new in changes:
+        reload = compare(config, new)
+        config = reload.config
+        reload.report()
+        yield config
+
+
+async def _run(
+    gateways: list[Child], configs: list[Config], asked: asyncio.Event, changes: AsyncIterator[Config]
+) -> int:
     """Run one gateway per configuration until asked to end, or until one of them cannot serve."""
-    for k, config in enumerate(configs):
-        gateways.append(Child(f"gateway {k}", ["gateway"], config.model_dump_json().encode()))
+    gateways += [Child(f"gateway {k}", ["gateway"], _line(config)) for k, config in enumerate(configs)]
+    telling = spawn(_tell(gateways, configs, changes), "tell the gateways what has changed")
     keeping = [spawn(gateway.keep(), "keep a gateway") for gateway in gateways]
     waiting = spawn(asked.wait(), "wait for a signal")
     await asyncio.wait([waiting, *keeping], return_when=asyncio.FIRST_COMPLETED)
     asked.set()
+    await stop(telling)
     _end(gateways, signal.SIGTERM)
     codes: list[int] = await asyncio.gather(*keeping)
     return max(codes)
+
+
+async def _tell(gateways: list[Child], configs: list[Config], changes: AsyncIterator[Config]) -> None:
+    async for new in changes:
+        configs = [compare(config, new).config for config in configs]
+        for gateway, config in zip(gateways, configs, strict=True):
+            gateway.tell(_line(config))
+
+
+def _line(config: Config) -> bytes:
+    return config.model_dump_json().encode() + b"\n"
 
 
 def _end(children: list[Child], number: signal.Signals) -> None:

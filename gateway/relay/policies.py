@@ -29,6 +29,18 @@ class PolicyChange(PolicyConfig):
         return self
 
 
+def policies_in(config: Config) -> dict[tuple[str | None, str | None], PolicyConfig]:
+    """Return the policies of a configuration by the model or the path that they are for; the default has neither."""
+    found: dict[tuple[str | None, str | None], PolicyConfig] = {(None, None): config.policy}
+    for name, model in config.models.items():
+        if model.policy is not None:
+            found[name, None] = model.policy
+    for path, route in config.routes.items():
+        if route.policy is not None:
+            found[None, path] = route.policy
+    return found
+
+
 class Policies:
     """The policies in force, built from the configuration.
 
@@ -42,13 +54,8 @@ class Policies:
         self._of_models: dict[str, Policy] = {}
         self._of_paths: dict[str, Policy] = {}
         self._described: dict[str, Any] = {"default": {}, "models": {}, "routes": {}}
-        self.put(config.policy)
-        for name, model in config.models.items():
-            if model.policy is not None:
-                self.put(model.policy, model=name)
-        for path, route in config.routes.items():
-            if route.policy is not None:
-                self.put(route.policy, path=path)
+        for (model, path), settings in policies_in(config).items():
+            self.put(settings, model=model, path=path)
 
     def of(self, name: str, base: str, path: str) -> Policy:
         """Return the policy for a request.
@@ -75,6 +82,18 @@ class Policies:
             self._of_paths[path], self._described["routes"][path] = policy, described
         else:
             self.default, self._described["default"] = policy, described
+
+    def follow(self, old: Config, new: Config) -> None:
+        """Put the policies of ``new`` that are not those of ``old``; the others stay, with what they have learned."""
+        was, now = policies_in(old), policies_in(new)
+        for (model, path), settings in now.items():
+            if settings != was.get((model, path)):
+                self.put(settings, model=model, path=path)
+        for model, path in was.keys() - now.keys():
+            if model is not None:
+                del self._of_models[model], self._described["models"][model]
+            elif path is not None:
+                del self._of_paths[path], self._described["routes"][path]
 
     def describe(self) -> dict[str, Any]:
         """Return ``default``, ``models`` by name and ``routes`` by path, each with ``name`` and all its ``params``."""

@@ -134,6 +134,21 @@ async def test_a_swapped_symbolic_link_is_seen_though_the_file_behind_is_as_old_
     await discovery.close()
 
 
+async def test_a_worker_that_is_listed_for_a_while_takes_the_place_of_one_that_is_found(
+    registry: Registry, discovery: Discovery
+) -> None:
+    (source,) = discovery.reporters
+    await until(lambda: set(registry.workers) == {"a"})
+    listed = Worker.from_config(WorkerConfig(url="http://elsewhere:1", name="a"))
+    registry.add(listed)
+    first = source.succeeded_at
+    await until(lambda: source.succeeded_at > first)
+    assert registry.workers["a"] is listed
+    registry.remove("a")
+    await until(lambda: "a" in registry.workers)
+    assert registry.workers["a"].host == "a"
+
+
 async def test_listed_workers_and_first_sources_win(tmp_path: Path) -> None:
     registry = Registry()
     listed = Worker.from_config(WorkerConfig(url="http://a:8000", name="listed"))

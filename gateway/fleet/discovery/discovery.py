@@ -92,8 +92,8 @@ class Discovery:
         Of those of one source that share a name or an address, one that accepts requests counts (the other is a pod on
         its way out), else the first.
         """
-        ours = {worker.name for member in self._members.values() for worker in member.workers}
-        listed = [worker for worker in self._registry.workers.values() if worker.name not in ours]
+        ours = {worker for member in self._members.values() for worker in member.workers}
+        listed = [worker for worker in self._registry.workers.values() if worker not in ours]
         wanted: dict[str, Found] = {}
         names = {worker.name for worker in listed}
         engines = {(worker.config.url, worker.config.data_parallel_rank) for worker in listed}
