@@ -58,7 +58,7 @@ class TracingConfig(Section):
         match = re.fullmatch(r"(https?://[^/?#@\s]+)(/[^?#@\s]*)?", value)
         if match is None or not has_host_and_port(value):
             raise ValueError(
-                f"{without_password(value)!r} is not an OTLP/HTTP URL; write http://host:4318, and put credentials into "
-                "the environment variable OTEL_EXPORTER_OTLP_HEADERS"
+                f"{without_password(value)!r} is not an OTLP/HTTP URL; write http://host:4318, and put credentials "
+                "into the environment variable OTEL_EXPORTER_OTLP_HEADERS"
             )
         return match[1] + "/v1/traces" if match[2] in (None, "/") else value
