@@ -25,7 +25,6 @@ from gateway import __version__
 from gateway.config import Config
 from gateway.errors import ConfigError
 from gateway.observe.record import Outcome, RequestRecord, TraceContext
-from gateway.relay.head import RequestHead
 
 _FLUSH_S: Final = 5.0
 
@@ -73,30 +72,35 @@ class Tracing:
         except ValueError as error:
             raise ConfigError(f"tracing: the environment sets OTEL_… to what cannot be used: {error}") from None
 
-    def begin(self, head: RequestHead) -> TraceContext | None:
-        """Choose a request's place in its trace, and have its worker told in ``head``.
+    def begin(self, method: bytes, fields: bytes) -> tuple[bytes, TraceContext | None]:
+        """Choose a request's place in its trace.
+
+        Args:
+            method: as the client wrote it.
+            fields: the header lines for the worker, names in lower case, each with its CRLF.
 
         Returns:
-            None where the request is not sampled; then the worker's spans are not, either.
+            These lines with the ``traceparent`` that the worker is to go on from, and the place; None where the request
+            is not sampled, nor are then the worker's spans.
         """
-        lines = _LINES.findall(head.fields)
+        lines = _LINES.findall(fields)
         parents = [value for name, value in lines if name == b"parent"]
         parent = _PARENT.fullmatch(parents[0].strip()) if len(parents) == 1 else None
         if parent is not None:
             trace_id, parent_id = int(parent[1], 16), int(parent[2], 16)
             flags = int(parent[3], 16) & _KNOWN_FLAGS
             if not flags & _SAMPLED:
-                return None
-            fields = _PARENT_LINE.sub(b"", head.fields)
+                return fields, None
+            fields = _PARENT_LINE.sub(b"", fields)
         else:
             trace_id, parent_id = _new_id(128), 0
             flags = _SAMPLED if trace_id % 2**64 < self._bound else 0  # as the SDK's TraceIdRatioBased
-            fields = _LINES.sub(b"", head.fields) if lines else head.fields  # a state without a trace means nothing
+            fields = _LINES.sub(b"", fields)  # a state without a trace means nothing
         span_id = _new_id(64)
-        head.fields = b"traceparent: 00-%032x-%016x-%02x\r\n%b" % (trace_id, span_id, flags, fields)
+        fields = b"traceparent: 00-%032x-%016x-%02x\r\n%b" % (trace_id, span_id, flags, fields)
         if not flags:
-            return None
-        return TraceContext(head.method.decode("ascii"), trace_id, span_id, parent_id, flags)
+            return fields, None
+        return fields, TraceContext(method.decode("ascii"), trace_id, span_id, parent_id, flags)
 
     def finish(self, record: RequestRecord) -> None:
         """Hand over the span of a request that is over, if one is wanted; it is dropped where too many wait."""

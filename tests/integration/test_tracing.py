@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -18,8 +19,9 @@ from gateway.app import Gateway
 from gateway.config import Config
 from gateway.observe.record import Outcome, RequestRecord
 from gateway.observe.tracing import Tracing
-from gateway.relay.head import RequestHead
 from tests.gateway_rig import ready
+from tests.integration.test_disaggregation_legs import PREFILLED, ROLES
+from tests.pd_rig import ALWAYS, body_of
 from tests.peers import (
     DONE,
     LAST_CHUNK,
@@ -85,17 +87,20 @@ def engine(script: Script) -> FakeWorker:
 
 
 @contextlib.asynccontextmanager
-async def traced(endpoint: str | None, *workers: FakeWorker, **tracing: Any) -> AsyncIterator[Gateway]:
-    """A gateway before ``workers``, ready to serve, with spans to ``endpoint``."""
+async def traced(
+    endpoint: str | None, *workers: FakeWorker, sample_ratio: float = 1.0, settings: Sequence[Any] = (), **sections: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway before ``workers`` (with ``settings`` of each), ready to serve, with spans to ``endpoint``."""
+    entries = [{"url": each.url, "name": f"w{n}", "models": [MODEL]} for n, each in enumerate(workers)]
     config = {
         "server": {"host": "127.0.0.1", "port": 0, "admin_port": 0, "drain_s": 1},
-        "workers": [{"url": each.url, "name": f"w{n}", "models": [MODEL]} for n, each in enumerate(workers)],
+        "workers": [entry | more for entry, more in zip_longest(entries, settings, fillvalue={})],
         "policy": {"name": "round-robin"},
         "prompt": {"chunk_tokens": 16},
         "log": {"requests": False, "level": "error"},
-        "tracing": {"endpoint": endpoint, **tracing},
+        "tracing": {"endpoint": endpoint, "sample_ratio": sample_ratio},
     }
-    async with Gateway(Config.model_validate(config)) as gateway:
+    async with Gateway(Config.model_validate(config | sections)) as gateway:
         await eventually(lambda: len(ready(gateway)) == len(workers))
         yield gateway
 
@@ -166,6 +171,15 @@ async def test_all_attempts_of_a_request_are_below_one_span() -> None:
         assert len({span.trace_id for span in collector.spans}) == 2
         assert sorted(attributes(span)["kvway.attempts"] for span in collector.spans) == [1, 2]
         assert len(told) == 3
+
+
+async def test_both_legs_of_a_request_over_two_workers_are_below_its_span() -> None:
+    async with Collector() as collector, engine(answer(PREFILLED)) as prefill, engine(answer(response())) as decode:
+        async with traced(collector.url, prefill, decode, settings=ROLES, disaggregation=ALWAYS) as gateway:
+            await ask(gateway, body_of("/v1/chat/completions"))
+            await eventually(lambda: bool(collector.spans))
+        [span] = collector.spans
+        assert traceparents(prefill, decode) == [f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"] * 2
 
 
 async def test_a_stream_says_when_its_first_byte_came_and_one_that_is_cut_is_an_error() -> None:
@@ -281,7 +295,7 @@ async def test_spans_are_errors_where_the_server_failed_and_named_by_paths_that_
         for field, value in fields.items():
             setattr(record, field, value)
         tracing.finish(record)  # of which no span is wanted
-        record.trace = tracing.begin(RequestHead(method=b"POST"))
+        _, record.trace = tracing.begin(b"POST", b"")
         tracing.finish(record)
         await tracing.close()
         [span] = collector.spans

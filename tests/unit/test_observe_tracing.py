@@ -10,8 +10,8 @@ import pytest
 from gateway.app import Gateway
 from gateway.config import Config
 from gateway.errors import ConfigError
+from gateway.observe.record import TraceContext
 from gateway.observe.tracing import Tracing
-from gateway.relay.head import RequestHead
 
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 GIVEN = f"00-{TRACE:032x}-{SPAN:016x}"
@@ -27,57 +27,56 @@ def make(sample_ratio: float = 1.0) -> Tracing:
     return Tracing(Config.model_validate({"tracing": section}))
 
 
-def head(*lines: str) -> RequestHead:
-    return RequestHead(method=b"POST", fields="".join(f"{line}\r\n" for line in lines).encode())
+def begin(tracing: Tracing, *lines: str) -> tuple[bytes, TraceContext | None]:
+    return tracing.begin(b"POST", joined(*lines))
 
 
-def told(head: RequestHead) -> tuple[int, int, int]:
+def joined(*lines: str) -> bytes:
+    return "".join(f"{line}\r\n" for line in lines).encode()
+
+
+def told(fields: bytes) -> tuple[int, int, int]:
     """Return trace, span and flags that a worker reads; there is one ``traceparent``."""
-    [line] = re.findall(rb"^traceparent: ([^\r]*)\r\n", head.fields, re.MULTILINE)
+    [line] = re.findall(rb"^traceparent: ([^\r]*)\r\n", fields, re.MULTILINE)
     found = re.fullmatch(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})", line.decode())
     assert found, line
     return int(found[1], 16), int(found[2], 16), int(found[3], 16)
 
 
 def test_a_request_of_no_trace_begins_one_and_the_worker_continues_it(tracing: Tracing) -> None:
-    first, second = head("accept: */*"), head()
-    trace, other = tracing.begin(first), tracing.begin(second)
+    first, trace = begin(tracing, "accept: */*")
+    _, other = begin(tracing)
     assert trace is not None and other is not None
     assert told(first) == (trace.trace_id, trace.span_id, 1)
     assert (trace.method, trace.parent_id) == ("POST", 0)
-    assert first.fields.endswith(b"\r\naccept: */*\r\n")
+    assert first.endswith(b"\r\naccept: */*\r\n")
     assert len({trace.trace_id, trace.span_id, other.trace_id, other.span_id}) == 4
 
 
 def test_a_request_of_a_trace_goes_on_in_it_below_the_clients_span(tracing: Tracing) -> None:
-    asked = head("accept: */*", f"traceparent: {GIVEN}-01", "tracestate: a=1,b=2", "x-tag: a")
-    trace = tracing.begin(asked)
+    fields, trace = begin(tracing, "accept: */*", f"traceparent: {GIVEN}-01", "tracestate: a=1,b=2", "x-tag: a")
     assert trace is not None
     assert (trace.trace_id, trace.parent_id) == (TRACE, SPAN)
-    assert told(asked) == (TRACE, trace.span_id, 1)
+    assert told(fields) == (TRACE, trace.span_id, 1)
     assert trace.span_id != SPAN
-    assert asked.fields.endswith(b"accept: */*\r\ntracestate: a=1,b=2\r\nx-tag: a\r\n")
+    assert fields.endswith(b"-01\r\naccept: */*\r\ntracestate: a=1,b=2\r\nx-tag: a\r\n")
 
 
 def test_of_the_flags_those_that_are_known_pass_on(tracing: Tracing) -> None:
-    asked = head(f"traceparent: {GIVEN}-ff")
-    tracing.begin(asked)
-    assert told(asked)[2] == 3
+    fields, _ = begin(tracing, f"traceparent: {GIVEN}-ff")
+    assert told(fields)[2] == 3
 
 
 @pytest.mark.parametrize("flags", ["00", "02"])
 def test_what_the_client_does_not_sample_stays_unsampled_and_untouched(tracing: Tracing, flags: str) -> None:
-    asked = head(f"traceparent: {GIVEN}-{flags}", "tracestate: a=1")
-    before = asked.fields
-    assert tracing.begin(asked) is None
-    assert asked.fields == before
+    lines = f"traceparent: {GIVEN}-{flags}", "tracestate: a=1"
+    assert begin(tracing, *lines) == (joined(*lines), None)
 
 
 def test_a_later_version_is_read_as_far_as_it_is_known(tracing: Tracing) -> None:
-    asked = head(f"traceparent: 01-{GIVEN[3:]}-01-more")
-    trace = tracing.begin(asked)
+    fields, trace = begin(tracing, f"traceparent: 01-{GIVEN[3:]}-01-more")
     assert trace is not None
-    assert told(asked) == (TRACE, trace.span_id, 1)
+    assert told(fields) == (TRACE, trace.span_id, 1)
 
 
 @pytest.mark.parametrize(
@@ -96,25 +95,23 @@ def test_a_later_version_is_read_as_far_as_it_is_known(tracing: Tracing) -> None
     ],
 )
 def test_what_is_no_trace_is_replaced_with_its_state(tracing: Tracing, lines: list[str]) -> None:
-    asked = head(*lines, "tracestate: a=1", "x-traceparent: kept")
-    trace = tracing.begin(asked)
+    fields, trace = begin(tracing, *lines, "tracestate: a=1", "x-traceparent: kept")
     assert trace is not None
     assert trace.parent_id == 0
     assert trace.trace_id != TRACE
-    assert told(asked) == (trace.trace_id, trace.span_id, 1)
-    assert asked.fields.endswith(b"-01\r\nx-traceparent: kept\r\n")
+    assert told(fields) == (trace.trace_id, trace.span_id, 1)
+    assert fields.endswith(b"-01\r\nx-traceparent: kept\r\n")
 
 
 def test_the_ratio_is_of_new_traces_and_their_workers_follow_it() -> None:
-    tracing = make(sample_ratio=0.25)
-    asked = [head() for _ in range(2000)]
-    sampled = [tracing.begin(each) is not None for each in asked]
-    assert [told(each)[2] == 1 for each in asked] == sampled
+    quarter, none = make(sample_ratio=0.25), make(sample_ratio=0)
+    begun = [begin(quarter) for _ in range(2000)]
+    sampled = [trace is not None for _, trace in begun]
+    assert [told(fields)[2] == 1 for fields, _ in begun] == sampled
     assert 380 < sum(sampled) < 620  # six standard deviations
-    assert tracing.begin(head(f"traceparent: {GIVEN}-01")) is not None
-    none = make(sample_ratio=0)
-    assert all(none.begin(head()) is None for _ in range(100))
-    assert none.begin(head(f"traceparent: {GIVEN}-01")) is not None
+    assert all(begin(none)[1] is None for _ in range(100))
+    for tracing in (quarter, none):
+        assert begin(tracing, f"traceparent: {GIVEN}-01")[1] is not None
 
 
 def test_an_environment_that_cannot_be_used_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
