@@ -6,7 +6,7 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY gateway gateway
 COPY policies policies
 COPY sim sim
-RUN /opt/kvway/bin/pip install --no-cache-dir --constraint constraints.txt '.[harmony,load,report]'
+RUN /opt/kvway/bin/pip install --no-cache-dir --constraint constraints.txt '.[harmony,load,otel,report]'
 
 FROM python:3.11.14-slim-bookworm
 COPY --from=build /opt/kvway /opt/kvway

@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio.lowlevel
 
@@ -16,6 +16,7 @@ from gateway.admin.admin import admin_app
 from gateway.admin.public import public_app
 from gateway.caches.control import CacheControl
 from gateway.config import Config
+from gateway.errors import ConfigError
 from gateway.events.feeds import EventFeeds
 from gateway.fleet.discovery.discovery import Discovery
 from gateway.fleet.health import Health
@@ -51,6 +52,9 @@ from gateway.sharing.sharing import Sharing
 from gateway.tasks import spawn, stop
 from policies.chunks import ChunkHasher
 
+if TYPE_CHECKING:
+    from gateway.observe.tracing import Tracing
+
 log = logging.getLogger("kvway")
 
 _THREAD_TURN_S: Final = 0.0005
@@ -66,6 +70,9 @@ class Gateway:
     Args:
         config: validated configuration.
         reuse_port: share the public port with other processes.
+
+    Raises:
+        ConfigError: spans are wanted that cannot be made.
     """
 
     def __init__(self, config: Config, reuse_port: bool = False) -> None:
@@ -108,7 +115,10 @@ class Gateway:
         self.recorder = Recorder(config.recorder, config.prompt.chunk_tokens) if config.recorder.directory else None
         if self.recorder is not None:
             self.recorder.expose(self.observer)
-            self.observer.on_finish = self.recorder.record
+            self.observer.on_finish.append(self.recorder.record)
+        self.tracing = self._make_tracing()
+        if self.tracing is not None:
+            self.observer.on_finish.append(self.tracing.finish)
         replication = config.replication
         seen = SeenPrompts(replication.max_bytes) if replication.enabled else None
         self.services = Services(
@@ -124,6 +134,7 @@ class Gateway:
             upstream=UpstreamPool(config.timeouts),
             outbox=self.sharing.outbox if self.sharing is not None else None,
             seen=seen,
+            tracing=self.tracing,
         )
         if self.sharing is not None:
             self.sharing.on_written = self.services.hand_overs.notices.heard
@@ -206,7 +217,7 @@ class Gateway:
         fleet = (self.replicator, self.discovery, self.drift, self.scraper, self.models, self.health, self._polls)
         notices = self.services.hand_overs.notices
         known = (self.sharing, self.feeds, notices, upstream, self.prompts, self.index)
-        for part in (self.caches, *fleet, *known, self.recorder):
+        for part in (self.caches, *fleet, *known, self.recorder, self.tracing):
             if part is not None:
                 await part.close()
 
@@ -246,6 +257,20 @@ class Gateway:
     async def _follow(self, configs: AsyncIterator[Config]) -> None:
         async for config in configs:
             self.take_over(config)
+
+    def _make_tracing(self) -> Tracing | None:
+        """Return what makes spans, where they are wanted.
+
+        Raises:
+            ConfigError: the extra is not installed, or its settings in the environment cannot be used.
+        """
+        if self.config.tracing.endpoint is None:
+            return None
+        try:
+            from gateway.observe.tracing import Tracing
+        except ImportError as error:
+            raise ConfigError(f"tracing.endpoint needs OpenTelemetry ({error}): pip install 'kvway[otel]'") from None
+        return Tracing(self.config)
 
     def _with_pools(self) -> ChunkIndex:
         """Return the index as requests see it. Without shared pools nothing lies between."""

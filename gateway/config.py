@@ -13,6 +13,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from gateway.config_observe import LogConfig as LogConfig
+from gateway.config_observe import RecorderConfig as RecorderConfig
+from gateway.config_observe import TracingConfig as TracingConfig
 from gateway.config_sections import OnDisk, Port, Seconds, Section
 from gateway.config_source import describe_mistakes, overlay_environment, read_yaml, without_password
 from gateway.config_workers import CacheControlConfig as CacheControlConfig
@@ -310,29 +313,6 @@ class MetricsConfig(Section):
     stale_s: float = Field(10.0, gt=0, description="older figures are not used")
 
 
-class RecorderConfig(Section):
-    """Traces of real traffic for `kvway sim`: times, lengths and salted hashes of prompt chunks, never text."""
-
-    directory: Path | None = Field(None, description="where trace files are written; without it nothing is recorded")
-    max_file_bytes: int = Field(64 * 2**20, ge=4096, description="size at which the next file is begun")
-    max_files: int = Field(16, ge=1, description="files kept in the directory; the oldest are removed")
-    queue: int = Field(10_000, ge=1, description="requests that wait to be written; more are dropped and counted")
-    flush_s: float = Field(1.0, gt=0, description="time between writes")
-    salt: str = Field(
-        "",
-        repr=False,
-        description="secret of the hashes, the same where recordings are read together; empty: a random one",
-    )
-
-
-class LogConfig(Section):
-    """Logs go to standard error."""
-
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level")
-    format: Literal["json", "text"] = Field("json", description="json: one object a line")
-    requests: bool = Field(True, description="one line per request")
-
-
 class Config(Section):
     """The whole of ``kvway.yaml``."""
 
@@ -356,6 +336,7 @@ class Config(Section):
     health: HealthConfig = HealthConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+    tracing: TracingConfig = TracingConfig()
     recorder: RecorderConfig = RecorderConfig()
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -48,3 +49,12 @@ class Section(BaseModel):
         if isinstance(value, bool) and not {int, float}.isdisjoint((annotation, *get_args(annotation))):
             raise ValueError(f"must be a number, not {str(value).lower()}")
         return value
+
+
+def has_host_and_port(url: str) -> bool:
+    """Return whether a URL names a host that can exist, and a port that can."""
+    try:
+        parts = urlsplit(url)
+        return bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, an unclosed IPv6 bracket, a name that none can have
+        return False

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from gateway.config_sections import MAX_PORT, OnDisk, Seconds, Section, WorkerPort
+from gateway.config_sections import MAX_PORT, OnDisk, Seconds, Section, WorkerPort, has_host_and_port
 
 
 class KvEventsConfig(Section):
@@ -222,7 +222,7 @@ class WorkerConfig(WorkerSettings):
     @field_validator("url")
     @classmethod
     def _url(cls, value: str) -> str:
-        if not re.match(r"^https?://[^/?#@\s]+/?$", value) or not _has_host_and_port(value):
+        if not re.match(r"^https?://[^/?#@\s]+/?$", value) or not has_host_and_port(value):
             raise ValueError(f"{value!r} is not a worker URL; write http://host:port without a path")
         return value.rstrip("/")
 
@@ -344,11 +344,3 @@ class DiscoveryConfig(Section):
         """Whether workers may be found that share a remote tier."""
         settings = [source.worker for source in self.kubernetes] + [source.worker for source in self.dns]
         return bool(self.files) or any(each.pool for each in settings)
-
-
-def _has_host_and_port(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return bool((parts.hostname or "").encode("idna")) and parts.port != 0
-    except ValueError:  # a port that is no number or too large, an unclosed IPv6 bracket, a name that none can have
-        return False

@@ -14,7 +14,6 @@ import msgspec
 from gateway.config import LogConfig
 from gateway.observe.record import RequestRecord
 
-_MAX_PATH: Final = 256
 _SECRET: Final = re.compile(r"(://[^:@/\s]*:)[^/\s]*(?=@)|\b(bearer\s+)\S+|\bsk-[\w-]{8,}", re.IGNORECASE)
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 _encode: Final = msgspec.json.Encoder(enc_hook=str).encode
@@ -125,7 +124,7 @@ def _request_line(record: RequestRecord) -> RequestLine:
         "info",
         "request",
         record.request_id,
-        record.path.partition("?")[0][:_MAX_PATH],  # a query may hold a key
+        record.shown_path,
         record.status,
         record.outcome,
         _milliseconds(record.ended_at - received_at),

@@ -80,7 +80,7 @@ class Observer:
         stream: where request lines go; default standard error.
 
     Attributes:
-        on_finish: is given every request that is over, after it was counted; None for nobody.
+        on_finish: each is given every request that is over, after it was counted.
     """
 
     def __init__(self, registry: Registry, config: LogConfig, stream: BinaryIO | None = None) -> None:
@@ -92,7 +92,7 @@ class Observer:
         self._retries: Counter[tuple[str, str]] = Counter()
         self._resumptions: Counter[tuple[str, str]] = Counter()
         self._exposition = Exposition()
-        self.on_finish: Callable[[RequestRecord], None] | None = None
+        self.on_finish: list[Callable[[RequestRecord], None]] = []
         registry.on_change(self._on_change)
         build = (__version__, platform.python_version())
         self.gauge("kvway_build_info", "Version of kvway and of Python.", lambda: {build: 1}, ("version", "python"))
@@ -139,8 +139,8 @@ class Observer:
                 series.underpredicted += record.cached_tokens - predicted
         if self._log is not None:
             self._log.write(record)
-        if self.on_finish is not None:
-            self.on_finish(record)
+        for take in self.on_finish:
+            take(record)
 
     def accuracy(self) -> dict[str, Accuracy]:
         """Return how predictions compared with reports since the start, by worker."""

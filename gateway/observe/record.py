@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from policies.base import RoutingRequest
+
+_MAX_PATH: Final = 256
 
 
 class Outcome(StrEnum):
@@ -17,6 +20,24 @@ class Outcome(StrEnum):
     CLIENT_GONE = "client_gone"
     UPSTREAM_FAILED = "upstream_failed"  # no worker answered before the first byte
     CUT = "cut"  # the worker died after the first byte
+
+
+class TraceContext(msgspec.Struct):
+    """Where a request that is traced stands in its trace, in the terms of W3C Trace Context.
+
+    Attributes:
+        method: of the request.
+        trace_id: the client's, else a new one.
+        span_id: of the request's own span.
+        parent_id: the client's span, 0 where it named none.
+        flags: as they pass on, ``sampled`` among them.
+    """
+
+    method: str
+    trace_id: int
+    span_id: int
+    parent_id: int
+    flags: int
 
 
 class RequestRecord(msgspec.Struct):
@@ -41,3 +62,9 @@ class RequestRecord(msgspec.Struct):
     routed_at: float = 0.0  # first decided about, whatever became of that
     first_byte_at: float = 0.0
     ended_at: float = 0.0
+    trace: TraceContext | None = None  # None where no span is wanted of it
+
+    @property
+    def shown_path(self) -> str:
+        """The path as it may be written down: a query may hold a key, and a client make up any length."""
+        return self.path.partition("?")[0][:_MAX_PATH]

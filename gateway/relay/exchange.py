@@ -111,6 +111,8 @@ class Exchange:
     async def run(self) -> None:
         """Answer the request, whatever happens."""
         self._record.received_at = monotonic()
+        if (tracing := self._services.tracing) is not None:
+            self.head.fields, self._record.trace = tracing.begin(self.head.method, self.head.fields)
         try:
             if self._ending is not None:
                 raise asyncio.CancelledError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from gateway.config import AnswerTimeouts, Config, ResumptionConfig
 from gateway.dispatch.dispatcher import Dispatcher
@@ -26,6 +26,9 @@ from gateway.relay.sweeper import Sweeper
 from gateway.replication.seen import SeenPrompts
 from gateway.sharing.news import Outbox
 
+if TYPE_CHECKING:
+    from gateway.observe.tracing import Tracing  # needs the extra `otel`
+
 log = logging.getLogger("kvway.relay")
 
 _COMPLAINT_S: Final = 10.0
@@ -36,7 +39,8 @@ class Services:
     """The other rooms, as the relay uses them.
 
     ``outbox`` is there where other replicas are to hear of what is sent where, ``seen`` where hot prefixes are looked
-    for, ``dispatcher`` where requests are held until their turn, ``pieces`` where long ones among them go in pieces.
+    for, ``tracing`` where spans are made of requests, ``dispatcher`` where requests are held until their turn,
+    ``pieces`` where long ones among them go in pieces.
     """
 
     config: Config
@@ -51,6 +55,7 @@ class Services:
     upstream: UpstreamPool
     outbox: Outbox | None = None
     seen: SeenPrompts | None = None
+    tracing: Tracing | None = None
     budget: RetryBudget = field(init=False)
     sweeper: Sweeper = field(init=False)
     hand_overs: HandOverBook = field(init=False)

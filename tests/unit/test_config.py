@@ -166,6 +166,28 @@ def test_a_bad_worker_url_is_refused(mistakes, url):
     assert line == f"kvway.yaml: workers[0].url: '{url}' is not a worker URL; write http://host:port without a path"
 
 
+@pytest.mark.parametrize(
+    ("url", "taken"),
+    [
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("https://[::1]/", "https://[::1]/v1/traces"),
+        ("http://collector:4318/otlp/v1/traces", "http://collector:4318/otlp/v1/traces"),
+    ],
+)
+def test_a_collector_without_a_path_has_the_usual_one(load, url, taken):
+    assert load(f"tracing: {{endpoint: '{url}'}}").tracing.endpoint == taken
+
+
+@pytest.mark.parametrize(
+    "url", ["", "collector:4318", "grpc://collector:4317", "http://", "http://c:0", "http://c/a?key=1", "http://u:pw@c"]
+)
+def test_a_bad_collector_url_is_refused(mistakes, url):
+    (mistake,) = mistakes(f"tracing: {{endpoint: '{url}'}}")
+    assert mistake.startswith("kvway.yaml: tracing.endpoint: ")
+    assert "is not an OTLP/HTTP URL; write http://host:4318" in mistake
+    assert "pw" not in mistake
+
+
 @pytest.mark.parametrize("endpoint", ["10.0.0.1:5557", "tcp://10.0.0.1", "tcp://a:99999", "udp://a:1", "tcp://"])
 def test_a_bad_zmq_endpoint_is_refused(mistakes, endpoint):
     (line,) = mistakes(f"workers: [{{url: 'http://a:1', kv_events: {{endpoint: '{endpoint}'}}}}]")
