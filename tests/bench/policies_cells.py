@@ -58,9 +58,7 @@ GENERATED: Final = {
         "rag:requests=1000,rate=2,documents=300,document_tokens=5000",
     ),
     # questions about long documents, half of which fit into the caches
-    "documents": (
-        "rag:requests=1200,documents=80,zipf=0.7,document_tokens=32000,question_tokens=120",
-    ),
+    "documents": ("rag:requests=1200,documents=80,zipf=0.7,document_tokens=32000,question_tokens=120",),
     # short questions, and beside them long prompts that nobody asks twice
     "batch": (
         "tenants:requests=2300,rate=23,tenants=1,system_tokens=800,question_tokens=500,output_tokens=250",
