@@ -243,9 +243,8 @@ class HandOvers:
         if answer.status_code != 200 or self._faults.meet("lose_transfer"):
             raise _not_loaded(f"{url}: {answer.status_code}")
         offered = answer.json()
-        if (body.kv_transfer_params or {}).get(
-            "do_remote_decode"
-        ):  # the prefill of a next turn: what is asked for, and counts as cached here
+        if (body.kv_transfer_params or {}).get("do_remote_decode"):
+            # the prefill of a next turn: what is asked for, and counts as cached here
             tokens = min(offered["tokens"], most_tokens)
             await self._arrive(tokens)
             return Received(tokens, tokens)
